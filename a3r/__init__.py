@@ -1,0 +1,1 @@
+"""a3r: plans, runs and reports whole training studies on swarmtune."""

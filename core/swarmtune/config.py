@@ -1,0 +1,263 @@
+"""TrainConfig: one typed model for a training. Defaults live here and nowhere else; unknown keys are errors.
+
+A client sends it, the server resolves it, the resolved copy is saved with the run. `TrainConfig.from_dict` turns a wrong
+key into a sentence that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from swarmtune.types import MatchPolicy
+
+BatchPolicy = Literal[
+    "episode_count", "task_count", "nonzero_variance_task_count", "all_clients_agree", "any_client_agrees"
+]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names key, problem and fix, one per line."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingConfig(_Part):
+    """Defaults for every episode; an episode may override them at claim, a request may ask for its own."""
+
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(512, ge=1)
+    """Upper bound of one answer; a request's own limit is clamped to it and to what fits the context."""
+    stop: list[str] = Field(default_factory=list)
+    pinned: bool = False
+    """True: a request's own temperature, top_p, top_k, stop and seed are recorded but not used."""
+
+
+class BatchingConfig(_Part):
+    """When a step starts (paper section 3.3, C1-C5)."""
+
+    policy: BatchPolicy = "task_count"
+    drain_s: float = Field(120.0, ge=0.0)
+    """How long `rolling_post` lets running episodes finish."""
+    stragglers: Literal["carry", "expire"] = "carry"
+    """What happens to episodes still running at the drain deadline: carried into the next step, or expired."""
+    max_staleness: int = Field(4, ge=0)
+    """Finished episodes claimed more than this many weight versions ago are rejected as stale."""
+    quorum: float = Field(1.0, gt=0.0, le=1.0)
+    """all_clients_agree: the share of live registered clients that must agree."""
+    agree_deadline_s: float | None = Field(None, gt=0.0)
+    """all_clients_agree: train with what is there this long after the first agreement; None waits for all."""
+    client_timeout_s: float = Field(60.0, gt=0.0)
+    """A registered client without a heartbeat for this long no longer counts."""
+    episode_lease_s: float = Field(900.0, gt=0.0)
+    """An episode with neither a call nor a heartbeat for this long expires."""
+    max_open_episodes: int = Field(512, ge=1)
+
+
+class AlgorithmConfig(_Part):
+    """How rewards become a gradient; names are veRL's."""
+
+    advantage: str = "grpo"
+    """Any of veRL's advantage estimators."""
+    norm_adv_by_std: bool = True
+    """grpo: divide by the group's standard deviation; False is Dr.GRPO's form."""
+    policy_loss: str = "vanilla"
+    """Any of veRL's policy losses: vanilla, gspo, clip_cov, …"""
+    clip_ratio_low: float = Field(0.2, ge=0.0)
+    clip_ratio_high: float = Field(0.2, ge=0.0)
+    clip_ratio_c: float = Field(3.0, gt=1.0)
+    loss_agg: Literal["episode-mean", "token-mean"] = "episode-mean"
+    """episode-mean: each episode weighs the same however many rows and tokens it has; token-mean: each token does."""
+    kl_coef: float = Field(0.0, ge=0.0)
+    """Weight of the KL loss to the reference model (the start model); 0 keeps no reference in memory."""
+    kl_type: str = "low_var_kl"
+    entropy_coef: float = Field(0.0, ge=0.0)
+    gamma: float = Field(1.0, ge=0.0, le=1.0)
+    lam: float = Field(1.0, ge=0.0, le=1.0)
+    epochs: int = Field(1, ge=1)
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps per epoch; rows are split by episode."""
+    rollout_correction: Literal["none", "token_is", "sequence_is"] = "none"
+    """Truncated importance sampling between engine and trainer logprobs."""
+    rollout_is_threshold: float = Field(2.0, gt=0.0)
+
+
+class OptimConfig(_Part):
+    lr: float = Field(1e-6, gt=0.0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    total_steps: int | None = Field(None, ge=1)
+    """Length of the schedule; needed by cosine and linear."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    grad_clip: float = Field(1.0, gt=0.0)
+
+
+class LoraConfig(_Part):
+    rank: int = Field(8, ge=1)
+    alpha: int = Field(16, ge=1)
+    targets: str | list[str] = "all-linear"
+
+
+class EngineConfig(_Part):
+    """Where answers come from and how big it may get."""
+
+    kind: Literal["hf", "scripted"] = "hf"
+    max_batch: int = Field(64, ge=1)
+    """Requests generated together; more wait."""
+    context_length: int = Field(2048, ge=16)
+    """Prompt plus answer, in tokens; at most what the model was made for."""
+    threads: int | None = Field(None, ge=1)
+    """Torch threads of the engine process; None takes all cores."""
+    script: str | None = None
+    """scripted: `module:function`, a callable (messages, request index) -> text; None echoes."""
+
+
+class TrainerConfig(_Part):
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Compute dtype of trainer and embedded engine; master weights and optimizer state are fp32."""
+    tokens_per_micro_batch: int = Field(4096, ge=64)
+    """Rows are packed into micro-batches up to this many tokens; a longer row is a micro-batch of its own."""
+    gradient_checkpointing: bool = False
+
+
+class CheckpointConfig(_Part):
+    every_steps: int = Field(5, ge=0)
+    """0 writes one only at stop."""
+    keep_last: int = Field(2, ge=1)
+
+
+class TrackingConfig(_Part):
+    backends: list[Literal["tensorboard", "wandb", "swanlab", "console"]] = Field(default_factory=list)
+    """Besides metrics.jsonl, which is always written."""
+    project: str = "swarmtune"
+    name: str | None = None
+
+
+class TrainConfig(_Part):
+    """Everything the server needs to train."""
+
+    model: str
+    """A name from the catalogue (`smollm2-135m`, `tiny`), a local Hugging Face folder, or a hub id."""
+    batch_tasks: int = Field(8, ge=1)
+    """B of the paper: tasks per step."""
+    repeats: int = Field(8, ge=1)
+    """N of the paper: episodes per task."""
+    seed: int = 0
+    match: MatchPolicy = "text"
+    history: Literal["as_templated", "as_sampled"] = "as_templated"
+    """When a chat template strips earlier thinking: follow it (a new branch) or keep what was sampled (one branch)."""
+    train_side_calls: bool = False
+    """Train conversations that were not the episode's main one (titles, summaries)."""
+    max_steps: int | None = Field(None, ge=1)
+    """The server stops claiming after this many steps; None is endless."""
+    sampling: SamplingConfig = SamplingConfig()
+    batching: BatchingConfig = BatchingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    lora: LoraConfig | None = None
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        if self.algorithm.advantage in {"grpo", "rloo"} and self.repeats < 2:
+            raise ValueError(
+                f"repeats: {self.repeats} with algorithm.advantage {self.algorithm.advantage!r} gives every episode "
+                "advantage 0; set repeats to 2 or more, or take 'reinforce_plus_plus'"
+            )
+        if self.sampling.max_tokens >= self.engine.context_length:
+            raise ValueError(
+                f"sampling.max_tokens: {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"engine.context_length {self.engine.context_length}; lower the one or raise the other"
+            )
+        if self.optim.schedule != "constant" and self.optim.total_steps is None:
+            raise ValueError(f"optim.total_steps: the {self.optim.schedule} schedule needs its length; set it")
+        if self.algorithm.mini_batches > self.batch_tasks * self.repeats:
+            raise ValueError("algorithm.mini_batches: more mini-batches than episodes in a batch; lower it")
+        return self
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Validate nested or dotted keys (`{"optim.lr": 1e-5}`).
+
+        Raises:
+            ConfigError: one line per problem: key, what is wrong, the nearest known key.
+        """
+        try:
+            return cls.model_validate(nest(data))
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error, cls))) from None
+
+    def differences(self, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """Dotted key → (self, other) where the two differ."""
+        mine, theirs = dict(flatten(self.model_dump())), dict(flatten(other.model_dump()))
+        return {k: (mine.get(k), theirs.get(k)) for k in sorted(mine | theirs) if mine.get(k) != theirs.get(k)}
+
+
+def nest(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"optim.lr": 1}` → `{"optim": {"lr": 1}}`; nested mappings are merged in."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        *parents, leaf = key.split(".")
+        where = out
+        for parent in parents:
+            where = where.setdefault(parent, {})
+            if not isinstance(where, dict):
+                raise ConfigError(f"{key}: {parent!r} is given both as a value and as a section")
+        value = nest(value) if isinstance(value, Mapping) else value
+        if isinstance(value, dict) and isinstance(where.get(leaf), dict):
+            where[leaf] = where[leaf] | value
+        else:
+            where[leaf] = value
+    return out
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted leaf keys a configuration model takes."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        part = next((t for t in _types(info.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None)
+        keys += known_keys(part, f"{prefix}{name}.") if part else [f"{prefix}{name}"]
+    return keys
+
+
+def _types(annotation: Any) -> list[Any]:
+    args = getattr(annotation, "__args__", None)
+    return list(args) if args and not isinstance(annotation, type) else [annotation]
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One sentence per problem, with the nearest known key where a key is unknown."""
+    keys = known_keys(model)
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(p) for p in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(where, keys, n=1, cutoff=0.5) or [
+                k for k in keys if k.rsplit(".", 1)[-1] == where.rsplit(".", 1)[-1]
+            ]
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted({k.split('.')[0] for k in keys}))}"
+            lines.append(f"{where}: unknown key{hint}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            got = f" (got {item['input']!r})" if where and item["type"] != "missing" else ""
+            lines.append(f"{where}: {message}{got}" if where else message)
+    return lines

@@ -1,0 +1,278 @@
+"""What client and server say to each other: states, codes, wire models, routes.
+
+Routes (JSON; control and client routes carry `Authorization: Bearer <key>` where the server has keys):
+
+    GET  /v1/status                            ServerStatus
+    POST /v1/start          StartRequest     → ServerStatus     409 config_conflict with the differences
+    POST /v1/stop                            → ServerStatus     stops training, saves a checkpoint, state offline
+    POST /v1/shutdown                        → {}               ends the server process
+    GET  /v1/config                          → resolved TrainConfig
+    POST /v1/episodes       ClaimRequest     → EpisodeGrant     409/503 with retry_after_s while not rolling
+    GET  /v1/episodes/{id}                   → EpisodeView
+    POST /v1/episodes/{id}/heartbeat         → EpisodeView
+    POST /v1/episodes/{id}/end    EndRequest → EndResult
+    POST /v1/episodes/{id}/abort  AbortRequest → EpisodeView
+    GET  /v1/episodes/{id}/merge             → merge report
+    GET  /v1/pool                            → PoolView         why training has not started
+    POST /v1/clients        RegisterRequest  → ClientView
+    POST /v1/clients/{name}/heartbeat        → ClientView
+    POST /v1/clients/{name}/agree AgreeRequest → ClientView
+    GET  /v1/steps?after=k&wait_s=30         → list[StepRecord] long poll: returns once step > k exists, or [] at the limit
+    GET  /v1/events?after=seq                  server-sent events, `id:` is the sequence number, data an Event
+    GET  /v1/checkpoints                     → list[CheckpointView]
+    POST /v1/checkpoints                     → CheckpointView   save now
+    *    /v1/chat/completions, /v1/completions, /v1/models      the model, with an episode's key
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineState(StrEnum):
+    OFFLINE = "offline"
+    BOOTING = "booting"
+    ROLLING = "rolling"
+    ROLLING_POST = "rolling_post"
+    WEIGHT_SYNCING = "weight_syncing"
+    FAILED = "failed"
+    STOPPING = "stopping"
+
+
+class IllegalTransition(RuntimeError):
+    """A state change that is not in the table."""
+
+
+TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.OFFLINE: frozenset({EngineState.BOOTING, EngineState.STOPPING}),
+    EngineState.BOOTING: frozenset({EngineState.ROLLING, EngineState.FAILED, EngineState.STOPPING}),
+    EngineState.ROLLING: frozenset({EngineState.ROLLING_POST, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}),
+    EngineState.ROLLING_POST: frozenset(
+        {EngineState.WEIGHT_SYNCING, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}
+    ),
+    EngineState.WEIGHT_SYNCING: frozenset(
+        {EngineState.ROLLING, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}
+    ),
+    EngineState.FAILED: frozenset({EngineState.BOOTING, EngineState.STOPPING}),
+    EngineState.STOPPING: frozenset({EngineState.OFFLINE}),
+}
+"""BOOTING out of a running state is the recovery of a lost engine process from its last checkpoint."""
+
+
+class Code(StrEnum):
+    """Machine-readable reason of a refusal or an outcome. Clients branch on these, never on sentences."""
+
+    BAD_REQUEST = "bad_request"
+    BAD_CONFIG = "bad_config"
+    CONFIG_CONFLICT = "config_conflict"
+    UNKNOWN_MODEL = "unknown_model"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    NOT_STARTED = "not_started"
+    NOT_ROLLING = "not_rolling"
+    START_FAILED = "start_failed"
+    TOO_MANY_EPISODES = "too_many_episodes"
+    SHARE_FULL = "share_full"
+    UNKNOWN_EPISODE = "unknown_episode"
+    EPISODE_OVER = "episode_over"
+    EPISODE_EXPIRED = "episode_expired"
+    END_CONFLICT = "end_conflict"
+    BAD_REWARD = "bad_reward"
+    NO_CALLS = "no_calls"
+    STALE = "stale"
+    CONSERVATION = "conservation_violated"
+    UNKNOWN_CLIENT = "unknown_client"
+    STEP_MISMATCH = "step_mismatch"
+    CONTEXT_LENGTH = "context_length_exceeded"
+    TEMPLATE_REFUSED = "template_refused"
+    UNSUPPORTED = "unsupported_parameter"
+    ENGINE_LOST = "engine_lost"
+    NO_SPACE = "no_space"
+    STOPPING = "stopping"
+    INTERNAL = "internal"
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorBody(BaseModel):
+    """Body of every refusal on control routes: `{"error": {…}}`. The model routes use their dialect's own form."""
+
+    code: Code
+    message: str
+    """What is wrong and what to do about it."""
+    retry_after_s: float | None = None
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class StartRequest(_Wire):
+    config: dict[str, Any]
+    """A TrainConfig, nested or with dotted keys."""
+
+
+class ServerStatus(_Wire):
+    server_id: str
+    """New with every server process."""
+    version: str
+    state: EngineState
+    step: int = 0
+    weight_version: int = 0
+    model: str | None = None
+    context_length: int | None = None
+    open_episodes: int = 0
+    pooled_episodes: int = 0
+    clients: int = 0
+    uptime_s: float = 0.0
+    run_dir: str | None = None
+    reason: str | None = None
+    """In state failed: why."""
+    log_tail: str | None = None
+    """In state failed: the last lines of the engine's log."""
+
+
+EpisodeKind = Literal["train", "evaluate"]
+
+
+class ClaimRequest(_Wire):
+    task_id: str = Field(min_length=1, max_length=512)
+    kind: EpisodeKind = "train"
+    client: str | None = None
+    """A registered client's name; its share applies."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Overrides of SamplingConfig for this episode."""
+    lease_s: float | None = Field(None, gt=0)
+    claim_id: str | None = None
+    """Idempotency key: the same claim_id gets the same episode again."""
+    wait_s: float = Field(0.0, ge=0.0, le=120.0)
+    """Wait this long for the server to be rolling instead of being refused."""
+
+
+class EpisodeGrant(_Wire):
+    episode_id: str
+    api_key: str
+    base_url: str
+    """For OpenAI-style clients, ends in /v1."""
+    anthropic_base_url: str
+    """For Anthropic-style clients, without /v1."""
+    weight_version: int
+    step: int
+    """The step this episode would count for: current step + 1."""
+    context_length: int
+    lease_s: float
+
+
+class EpisodeState(StrEnum):
+    CLAIMED = "claimed"
+    ENDED = "ended"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+
+class EpisodeView(_Wire):
+    episode_id: str
+    task_id: str
+    kind: EpisodeKind
+    state: EpisodeState
+    reason: str | None = None
+    reward: float | None = None
+    calls: int = 0
+    sampled_tokens: int = 0
+    weight_version: int = 0
+    lease_left_s: float | None = None
+
+
+class EndRequest(_Wire):
+    reward: Any
+    """A finite number; anything else is refused with bad_reward."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    submission_id: str = Field(min_length=1, max_length=128)
+    """Idempotency key: the same id gets the same answer, another one a conflict."""
+
+
+class EndResult(_Wire):
+    episode_id: str
+    outcome: Literal["admitted", "rejected", "evaluated"]
+    code: Code | None = None
+    """Why it was rejected."""
+    message: str | None = None
+    samples: int = 0
+    sampled_tokens: int = 0
+
+
+class AbortRequest(_Wire):
+    reason: str = ""
+
+
+class RegisterRequest(_Wire):
+    name: str = Field(min_length=1, max_length=128)
+    share: int | None = Field(None, ge=1)
+    """Tasks of each batch that are this client's; claims for more wait."""
+
+
+class ClientView(_Wire):
+    name: str
+    share: int | None
+    alive: bool
+    agreed_step: int | None
+    heartbeat_age_s: float
+
+
+class AgreeRequest(_Wire):
+    step: int
+    """The step that may start: the server's current step + 1."""
+
+
+class Condition(_Wire):
+    """One unmet or met condition of the batching policy, in numbers."""
+
+    name: str
+    have: float
+    need: float
+    met: bool
+    detail: str = ""
+
+
+class PoolView(_Wire):
+    policy: str
+    step: int
+    """The step being collected."""
+    ready: bool
+    conditions: list[Condition]
+    explanation: str
+    """One sentence: what training waits for."""
+    eta_s: float | None = None
+    """From the rate of the last admissions; None when nothing is moving."""
+    episodes: int = 0
+    tasks: int = 0
+    tasks_complete: int = 0
+    tasks_with_variance: int = 0
+    open_episodes: int = 0
+
+
+class StepRecord(_Wire):
+    step: int
+    weight_version: int
+    ended_at: float
+    """Unix time, seconds."""
+    metrics: dict[str, float]
+
+
+class Event(_Wire):
+    seq: int
+    at: float
+    """Unix time, seconds."""
+    kind: str
+    """state, step, episode, client, checkpoint, engine, warning"""
+    data: dict[str, Any]
+
+
+class CheckpointView(_Wire):
+    step: int
+    path: str
+    at: float
+    bytes: int
