@@ -118,6 +118,10 @@ class EngineConfig(_Part):
     """Torch threads of the engine process; None takes all cores."""
     script: str | None = None
     """scripted: `module:function`, a callable (messages, request index) -> text; None echoes."""
+    script_tokens_per_s: float | None = Field(None, gt=0.0)
+    """scripted: pace of one answer; None gives each answer at once."""
+    script_update_s: float = Field(0.0, ge=0.0)
+    """scripted: how long the pretend update takes."""
 
 
 class TrainerConfig(_Part):
