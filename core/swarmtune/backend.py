@@ -37,6 +37,18 @@ class UpdateFailed(BackendError):
     """The update raised; weights are as they were before it or the backend is lost, never half-updated."""
 
 
+class RequestRefused(BackendError):
+    """This request cannot be served as asked; others are unaffected. The message says how to fix it."""
+
+
+class ContextOverflow(RequestRefused):
+    """Prompt plus max_tokens do not fit the context."""
+
+
+class GenerateFailed(BackendError):
+    """The engine raised while generating, and goes on; nothing of this generation may be trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """What the server learns from a started backend."""
@@ -65,6 +77,7 @@ class Backend(Protocol):
 
         Raises:
             BackendLost: the engine died; nothing of this generation may be trained.
+            RequestRefused, ContextOverflow, GenerateFailed
         """
         ...
 
