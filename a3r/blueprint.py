@@ -1,6 +1,6 @@
 """blueprint.yaml: one arm of an experiment, complete enough to start it anywhere; a run is an arm and a seed.
 
-A blueprint's id is the hash of what decides its result (code, config, processes, metrics, kind of resource), so the same
+A blueprint's id is the hash of what decides its result (code, config, processes, metrics, kind of resource), so an
 experiment asked for twice is the same blueprint whatever its name, stage or seeds. Commands are argv lists with
 placeholders from a closed set; there is no shell.
 """

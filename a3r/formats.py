@@ -1,4 +1,4 @@
-"""What every file format shares: the strict base model, canonical bytes, hashes, and errors that say line, problem, fix."""
+"""What every file format shares: the strict base model, canonical bytes, hashes, errors with line, problem and fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from a3r.strictyaml import Document, FormatError, Path, Problem, dotted
+from a3r.strictyaml import FLOAT, TRAPS, Document, FormatError, Path, Problem, dotted
 
 Scalar = bool | int | float | str
 """A factor level or a configuration value."""
@@ -73,6 +73,9 @@ def _float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
 
 
 _Dumper.add_representer(float, _float)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+for _pattern, _, _ in TRAPS:  # text that looks like a trap gets quotes
+    _Dumper.add_implicit_resolver("tag:yaml.org,2002:trap", _pattern, None)
 
 
 def parse_model(model: type[M], document: Document) -> M:

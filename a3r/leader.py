@@ -2,7 +2,7 @@
 
 `plan` is a pure function of its arguments: the same goal and history give the same bytes, so a restart recomputes the
 plan it was carrying out. It is called when every run of the last plan is terminal, never in between (no peeking). It
-starts nothing, writes nothing and reads no clock; verdicts and numbers come from `a3r.analysis`, whichever leader plans.
+starts nothing, writes nothing and reads no clock; verdicts and numbers come from `a3r.analysis`, whoever plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pre-registered rules: what will follow from which outcome, written before the outcome is known.
 
-A condition is a Python-like expression over numbers of the stage table: names, `name(arm)` calls such as `ci_low(diff)`,
-numbers, `+ - * /`, comparisons, `and or not`. It is parsed with `ast` and interpreted here, never given to `eval`.
+A condition is a Python-like expression over numbers of the stage table: names, calls such as `ci_low(diff)`, numbers,
+ `+ - * /`, comparisons, `and or not`. It is parsed with `ast` and interpreted here, never given to `eval`.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _check(node: ast.expr, condition: str) -> None:
             pass
         case _:
             raise RuleError(
-                f"{ast.unparse(node)!r} is not allowed in {condition!r}; allowed are numbers, + - * /, comparisons, and, "
-                f"or, not, the names {', '.join(sorted(NAMES))}, alone or of a column ({', '.join(sorted(COLUMNS))})"
+                f"{ast.unparse(node)!r} is not allowed in {condition!r}; allowed are numbers, + - * /, comparisons, "
+                f"and, or, not, the names {', '.join(sorted(NAMES))}, alone or of a column ({', '.join(sorted(COLUMNS))})"
             )
 
 

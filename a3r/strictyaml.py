@@ -1,7 +1,7 @@
 """YAML read strictly: what a person sees is what the program gets, and every problem has a line and a fix.
 
-Differences from PyYAML's defaults, each because the default has silently changed someone's experiment: a key given twice
-is refused; `1e-7` and `5e6` are numbers; plain `yes`, `no`, `on`, `off` (booleans there), `12:30` (750 there), `010`
+Differences from PyYAML's defaults, each because the default silently changes experiments: a key given twice is refused;
+ `1e-7` and `5e6` are numbers; plain `yes`, `no`, `on`, `off` (booleans there), `12:30` (750 there), `010`
 (8 there) and `1_000` are refused with the way to write them; dates stay text; no tags, no anchors that merge.
 Numbers that are not finite are refused. Knows nothing of goals or blueprints.
 """
@@ -59,10 +59,10 @@ class Document:
 
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_TRAPS: tuple[tuple[re.Pattern[str], str, str], ...] = (
-    (re.compile(r"(yes|no|on|off|y|n)$", re.I), "is a boolean to some YAML readers", "write true or false, or quote it"),
-    (re.compile(r"(TRUE|FALSE|True|False|NULL|Null)$"), "is spelled differently by YAML readers", "write it in lower case"),
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+TRAPS: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (re.compile(r"(yes|no|on|off)$", re.I), "is a boolean to some YAML readers", "write true or false, or quote"),
+    (re.compile(r"(TRUE|FALSE|True|False|NULL|Null)$"), "is read differently by YAML readers", "write it in lower case"),
     (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?$"), "is a number in base 60 to some YAML readers",
      "quote it, or write a duration such as 12m30s"),
     (re.compile(r"[-+]?0[0-9]+$"), "has a leading zero (octal to some YAML readers)", "drop the zero, or quote it"),
@@ -149,12 +149,12 @@ class _Reader:
             return None
         if text in {"true", "false"}:
             return text == "true"
-        for pattern, what, fix in _TRAPS:
+        for pattern, what, fix in TRAPS:
             if pattern.match(text):
                 return self._refuse(node, path, f"{text!r} {what}", fix)
         if _INT.match(text):
             return int(text)
-        if _FLOAT.match(text):
+        if FLOAT.match(text):
             number = float(text)
             if number in (float("inf"), float("-inf")):
                 return self._refuse(node, path, f"{text} is not a finite number", "give a finite number")
