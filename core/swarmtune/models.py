@@ -338,7 +338,7 @@ def _path_with_swarmtune() -> str:
 
 
 def _write_tiny(folder: Path, vocabulary: int, bos: int, eos: int) -> None:
-    """A Llama with hidden size 64 and 2 layers, weights drawn from a fixed seed: 3.2 M parameters, nearly all embedding."""
+    """A Llama of 2 layers, hidden size 64, weights from a fixed seed: 3.2 M parameters, nearly all embedding."""
     hidden, inner, layers, heads, kv_heads, head = 64, 160, 2, 4, 2, 16
     config = {
         "architectures": ["LlamaForCausalLM"],
