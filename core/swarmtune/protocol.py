@@ -2,19 +2,22 @@
 
 Routes (JSON; control and client routes carry `Authorization: Bearer <key>` where the server has keys):
 
-    GET  /v1/status                            ServerStatus
-    POST /v1/start          StartRequest     → ServerStatus     409 config_conflict with the differences
+    GET  /v1/status?while=booting&wait_s=30  → ServerStatus     long poll: returns once the state is another one
+    POST /v1/start          StartRequest     → ServerStatus     at once, in state booting; 409 config_conflict with the
+                                                                differences when another configuration is running
     POST /v1/stop                            → ServerStatus     stops training, saves a checkpoint, state offline
     POST /v1/shutdown                        → {}               ends the server process
     GET  /v1/config                          → resolved TrainConfig
-    POST /v1/episodes       ClaimRequest     → EpisodeGrant     409/503 with retry_after_s while not rolling
+    POST /v1/episodes       ClaimRequest     → EpisodeGrant     503 with retry_after_s while not rolling; 409 finished
     GET  /v1/episodes/{id}                   → EpisodeView
     POST /v1/episodes/{id}/heartbeat         → EpisodeView
     POST /v1/episodes/{id}/end    EndRequest → EndResult
     POST /v1/episodes/{id}/abort  AbortRequest → EpisodeView
     GET  /v1/episodes/{id}/merge             → merge report
     GET  /v1/pool                            → PoolView         why training has not started
+    GET  /v1/clients                         → list[ClientView]
     POST /v1/clients        RegisterRequest  → ClientView
+    DELETE /v1/clients/{name}                → {}               goodbye: no one waits for this client any more
     POST /v1/clients/{name}/heartbeat        → ClientView
     POST /v1/clients/{name}/agree AgreeRequest → ClientView
     GET  /v1/steps?after=k&wait_s=30         → list[StepRecord] long poll: returns once step > k exists, or [] at the limit
@@ -51,7 +54,13 @@ TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.BOOTING: frozenset({EngineState.ROLLING, EngineState.FAILED, EngineState.STOPPING}),
     EngineState.ROLLING: frozenset({EngineState.ROLLING_POST, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}),
     EngineState.ROLLING_POST: frozenset(
-        {EngineState.WEIGHT_SYNCING, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}
+        {
+            EngineState.WEIGHT_SYNCING,
+            EngineState.ROLLING,
+            EngineState.BOOTING,
+            EngineState.FAILED,
+            EngineState.STOPPING,
+        }
     ),
     EngineState.WEIGHT_SYNCING: frozenset(
         {EngineState.ROLLING, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}
@@ -59,7 +68,8 @@ TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.FAILED: frozenset({EngineState.BOOTING, EngineState.STOPPING}),
     EngineState.STOPPING: frozenset({EngineState.OFFLINE}),
 }
-"""BOOTING out of a running state is the recovery of a lost engine process from its last checkpoint."""
+"""BOOTING out of a running state is the recovery of a lost engine process from its last checkpoint. ROLLING out of
+ROLLING_POST: the policy stopped being met during the drain (a client joined that has not agreed)."""
 
 
 class Code(StrEnum):
@@ -74,6 +84,8 @@ class Code(StrEnum):
     NOT_FOUND = "not_found"
     NOT_STARTED = "not_started"
     NOT_ROLLING = "not_rolling"
+    FINISHED = "finished"
+    """max_steps is reached: no further training episode will be claimed."""
     START_FAILED = "start_failed"
     TOO_MANY_EPISODES = "too_many_episodes"
     SHARE_FULL = "share_full"
