@@ -158,6 +158,9 @@ class ClaimRequest(_Wire):
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Overrides of SamplingConfig for this episode."""
     lease_s: float | None = Field(None, gt=0)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in the
+    episode (0 for the first call). None leaves such calls unseeded."""
     claim_id: str | None = None
     """Idempotency key: the same claim_id gets the same episode again."""
     wait_s: float = Field(0.0, ge=0.0, le=120.0)
