@@ -20,9 +20,10 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt: token ids, and for each message the half-open range [start, end) of its tokens, template marks included.
+    """Token ids, and for each message the half-open range [start, end) of its tokens, template marks included.
 
-    Ranges cover all ids in order: text before the first message belongs to the first, the generation prompt to none.
+    Ranges cover all ids in order: text before the first message belongs to the first, the generation prompt to none. An
+    assistant message ends with its end-of-turn token; marks after that token belong to the next message.
     """
 
     token_ids: list[int]
@@ -62,12 +63,18 @@ class Renderer(Protocol):
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
-    ) -> list[int] | None:
+        *,
+        keep: bool = False,
+    ) -> Rendered | None:
         """Tokens to append to `prefix_ids` so that the conversation goes on with `new` and asks for the next answer.
 
-        `prefix_ids` is a prompt plus the sampled answer to it, of which `history` is the canonical form (the last message
-        is that answer). Closes the turn where the answer stopped short of its end token. None when this template cannot
-        continue (it would rewrite earlier tokens, such as stripping thinking): the caller renders anew and the tree forks.
+        `history` is the canonical form of `prefix_ids`. Where it ends with an assistant message, `prefix_ids` is a
+        prompt plus the answer sampled to it, and the turn is closed first if the answer stopped short of its end token.
+        Where it ends with another role, `prefix_ids` is a prompt with its generation prompt, and `new` begins with an
+        assistant message. Spans are those of `new` within the appended tokens.
+
+        None when the template would rewrite tokens of `prefix_ids` (such as stripping thinking) or cannot tell: the
+        caller renders anew and the tree forks. With `keep`, sampled tokens stay whatever the template would do to them.
 
         Raises:
             TemplateRefused
@@ -75,7 +82,7 @@ class Renderer(Protocol):
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """The assistant message a sampled answer means: content, reasoning, tool calls (ids left to the gateway: "")."""
+        """The assistant message an answer means: content, reasoning, tool calls (ids left to the gateway: "")."""
         ...
 
     def encode(self, text: str) -> list[int]:
