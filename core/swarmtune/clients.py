@@ -72,8 +72,8 @@ class ClientRegistry:
         if share is not None and others + share > self._batch_tasks:
             raise ClientError(
                 Code.BAD_REQUEST,
-                f"share {share} of client {name!r} does not fit: live clients hold {others} of the batch's "
-                f"{self._batch_tasks} tasks; ask for at most {max(0, self._batch_tasks - others)}, or raise batch_tasks",
+                f"share {share} of client {name!r} does not fit: live clients hold {others} of a batch's "
+                f"{self._batch_tasks} tasks; ask for at most {self._batch_tasks - others}, or raise batch_tasks",
             )
         client = self._clients.setdefault(name, _Client(name, share, self._clock()))
         client.share = share
@@ -136,8 +136,17 @@ class ClientRegistry:
         return [c.name for c in self._clients.values() if self._alive(c)]
 
     def live_shares(self) -> dict[str, int]:
-        """Name → share of the live clients that have one."""
-        return {c.name: c.share for c in self._clients.values() if c.share is not None and self._alive(c)}
+        """Name → share of the live clients that have one.
+
+        Where a client came back and the shares no longer fit into a batch, those registered first keep theirs and the
+        others get what is left, down to 0.
+        """
+        left, shares = self._batch_tasks, {}
+        for client in self._clients.values():
+            if client.share is not None and self._alive(client):
+                shares[client.name] = min(client.share, left)
+                left -= shares[client.name]
+        return shares
 
     def lapsed_shares(self) -> dict[str, int]:
         """Name → share of the clients that have one and are not alive: nobody is expected to fill it."""

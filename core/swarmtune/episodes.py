@@ -2,8 +2,8 @@
 
 Owns every episode's id, key, lease and outcome. What always holds: ids and keys are fresh and never reused; an open
 episode with a call in flight or an `end` in progress does not expire by its lease; a closed one never opens again; a
-submission that was answered gets the same answer for as long as the episode is remembered. Knows nothing of HTTP, disks,
-tokens or wall-clock time: seconds come from the `clock` it was given.
+submission that was answered gets the same answer for as long as the episode is remembered. Leases are enforced by
+`expire_due`, not by looking. Knows nothing of HTTP, disks, tokens or wall-clock time: seconds come from the `clock`.
 
 Ending is prepared, then committed, because the journal lies between the two:
 
@@ -254,7 +254,8 @@ class EpisodeBook:
         episode = self._by_claim[claim_id]
         if (episode.task_id, episode.kind) != (task_id, kind):
             raise ClaimConflict(
-                f"claim id {claim_id!r} was used for task {episode.task_id!r} ({episode.kind}); use a new id for each claim"
+                f"claim id {claim_id!r} was used for task {episode.task_id!r} ({episode.kind}); "
+                "use a new id for each claim"
             )
         if not episode.is_open:
             self._refuse_closed(episode, fix="claim again with a new claim id")
@@ -489,7 +490,8 @@ class EpisodeBook:
         because = f" ({episode.reason})" if episode.reason else ""
         if episode.state is EpisodeState.EXPIRED:
             raise EpisodeExpired(
-                f"episode {episode.episode_id} has expired{because}; {fix}, and send heartbeats or ask for a longer lease_s"
+                f"episode {episode.episode_id} has expired{because}; {fix}, and send heartbeats or ask for a longer "
+                "lease_s"
             )
         raise EpisodeOver(f"episode {episode.episode_id} is {episode.state}{because}; {fix}")
 

@@ -1,9 +1,9 @@
 """The sample pool: finished episodes by task, and the decision when they are a batch (policies C1-C5).
 
-Owns every admitted episode until a batch takes it or it is dropped. What always holds: an admitted episode is in exactly
-one of the pool, one batch, or the dropped (with a reason); the same admissions in the same order give the same batches; a
-policy that is not met can say in numbers what is missing. Which claims are worth granting is decided here too, because it
-follows from what the batch still needs. Knows nothing of HTTP, disks or wall-clock time. docs/batching.md has the rules.
+Owns every admitted episode until a batch takes it or it is dropped. What always holds: an admitted episode is in one
+of the pool, one batch, or the dropped (with a reason); the same admissions in the same order give the same batches; a
+policy that is not met can say in numbers what is missing. Which claims are worth granting is decided here too, for it
+follows from what the batch still needs. Knows nothing of HTTP, disks or wall-clock time. The rules: docs/batching.md.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Group:
 PATIENCE_UNKNOWN_S = 120.0
 PATIENCE_LEAST_S = 30.0
 PATIENCE_FACTOR = 4.0
-"""A task holds a place in the batch while something of it was claimed or finished within the patience: this many times the
-usual duration of an episode, at least PATIENCE_LEAST_S; PATIENCE_UNKNOWN_S before the first episode has ended."""
+"""A task holds a place in the batch while something of it was claimed or finished within the patience: this many times
+the usual duration of an episode, at least PATIENCE_LEAST_S; PATIENCE_UNKNOWN_S before the first episode has ended."""
 
 RECENT_ADMISSIONS = 64
 """How many admissions the rate, and so the ETA, is taken from."""
@@ -129,7 +129,7 @@ class SamplePool:
 
     def judge(self, episode: FinishedEpisode, *, weight_version: int) -> Rejected | None:
         """Would it be admitted? Changes nothing: ask before the journal is written. None means yes."""
-        if not episode.sampled_tokens:
+        if not any(any(s.loss_mask) for s in episode.samples):
             return Rejected(
                 Code.NO_CALLS,
                 f"episode {episode.episode_id} has no sampled token to train on: make at least one model call "
@@ -186,10 +186,10 @@ class SamplePool:
         return all(c.met for c in self._conditions(step))
 
     def take_batch(self, step: int) -> TrainBatch:
-        """Remove what the policy trains in `step` and return it, grouped by task: tasks in the order in which they became
-        complete (of their first episode, where the policy asks for no complete ones), episodes of a task in order of
-        admission. What it does not take stays. Takes what there is, though the policy may no longer be met, because a
-        step that began draining is not called off.
+        """Remove what the policy trains in `step` and return it, grouped by task, episodes of a task in order of
+        admission. Tasks come in the order in which they became complete; under a policy that asks for no complete
+        tasks, in the order of their first episode. What it does not take stays. It takes what there is even if the
+        policy is met no longer (a client came back): a step that began draining is not called off.
 
         Raises:
             ValueError: there is nothing to train.
@@ -289,7 +289,7 @@ class SamplePool:
             tasks.setdefault(entry.episode.task_id, []).append(entry)
         return [e for group in tasks.values() for e in group]
 
-    def _remove(self, entries: Iterable[_Entry]) -> None:
+    def _remove(self, entries: list[_Entry]) -> None:
         gone = {e.seq for e in entries}
         for task_id in {e.episode.task_id for e in entries}:
             group = self._groups[task_id]
@@ -359,7 +359,8 @@ class SamplePool:
         if places >= self._batch_tasks:
             return ""
         gone = ", ".join(sorted(self._clients.lapsed_shares()))
-        return f"{self._batch_tasks - places} of {self._batch_tasks} tasks are not waited for: their client is gone ({gone})"
+        missing = self._batch_tasks - places
+        return f"{missing} of {self._batch_tasks} tasks are not waited for: their client is gone ({gone})"
 
     def _all_agree(self, step: int) -> Condition:
         agreement = self._clients.agreement(step)
@@ -389,7 +390,7 @@ class SamplePool:
     def _explain(self, step: int, conditions: list[Condition]) -> str:
         unmet = [c for c in conditions if not c.met]
         if not unmet:
-            return f"step {step} can start: " + ", ".join(_in_numbers(c) for c in conditions)
+            return f"step {step} can start: " + ", ".join(f"{_words(c)} {c.have:g}" for c in conditions)
         parts = [f"step {step} waits for " + " and ".join(_in_numbers(c) for c in unmet)]
         if self._counts_tasks and (partial := self._partial_groups()):
             shown = ", ".join(f"{g.task_id[:40]!r} {len(g.entries)}/{self._repeats}" for g in partial[:3])
@@ -406,10 +407,9 @@ class SamplePool:
     def _movement(self) -> str:
         if self._book.open_count:
             return f"{self._book.open_count} episodes are open"
-        since = (
-            f"the last one was admitted {self._clock() - self._admitted_at[-1]:.0f} s ago" if self._admitted_at else ""
-        )
-        return f"no episode is open, {since or 'none was admitted yet'}"
+        if not self._admitted_at:
+            return "no episode is open, none was admitted yet"
+        return f"no episode is open, the last was admitted {self._clock() - self._admitted_at[-1]:.0f} s ago"
 
     def _partial_groups(self) -> list[_Group]:
         """Incomplete tasks, the nearest to completion first."""
@@ -454,7 +454,7 @@ class SamplePool:
         return max(PATIENCE_LEAST_S, PATIENCE_FACTOR * usual) if usual else PATIENCE_UNKNOWN_S
 
     def _moves(self, task_id: str) -> bool:
-        """Was something of this task claimed or finished lately? A stuck or abandoned task gives its place to another."""
+        """Was something of this task claimed or finished lately? A stuck or abandoned one gives up its place."""
         group, opened = self._groups.get(task_id), self._book.open_tasks.get(task_id)
         last = max(group.last_admitted if group else -1e18, opened.newest_claim if opened else -1e18)
         return self._clock() - last <= self._patience_s()
@@ -462,8 +462,8 @@ class SamplePool:
     def _may_claim_repeat(self, task_id: str) -> ClaimWait | None:
         """A task with enough episodes, finished or open, needs no more.
 
-        Unless nothing else is running: a client that runs a task more often than `repeats`, one after the other, would wait
-        for itself. Its surplus is trained with the task; the pool's size bounds it.
+        Unless nothing else is running: a client that runs a task more often than `repeats`, one episode after the
+        other, would wait for itself. Its surplus is trained with the task; the size of the pool bounds it.
         """
         pooled = len(self._groups[task_id].entries) if task_id in self._groups else 0
         opened = self._book.open_tasks.get(task_id)
@@ -493,9 +493,12 @@ class SamplePool:
         for task_id in self._groups.keys() | self._book.open_tasks.keys():
             group = self._groups.get(task_id)
             owner = group.client if group else self._book.open_tasks[task_id].client
-            complete = group is not None and group.complete_seq is not None
-            held += self._sharer(owner) == holder and (complete or self._moves(task_id))
+            held += self._sharer(owner) == holder and (self._will_train(group) or self._moves(task_id))
         return held
+
+    def _will_train(self, group: _Group | None) -> bool:
+        """Is it sure of the next batch? Complete tasks are; under C4 and C5 whatever is in the pool."""
+        return group is not None and (group.complete_seq is not None or not self._counts_tasks)
 
     def _may_claim_episode(self, client: str | None) -> ClaimWait | None:
         holder = self._sharer(client)
@@ -530,6 +533,9 @@ def _condition(name: str, have: int, need: int, detail: str = "") -> Condition:
 
 
 def _in_numbers(condition: Condition) -> str:
-    words = condition.name.replace("_of:", " of ").replace("_", " ")
     detail = f" ({condition.detail})" if condition.detail else ""
-    return f"{words} {condition.have:g} of {condition.need:g}{detail}"
+    return f"{_words(condition)} {condition.have:g} of {condition.need:g}{detail}"
+
+
+def _words(condition: Condition) -> str:
+    return condition.name.replace("_of:", " of ").replace("_", " ")
