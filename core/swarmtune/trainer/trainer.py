@@ -1,21 +1,61 @@
 """The trainer: one batch of finished episodes in, one policy update with veRL out.
 
 Owns the master weights (fp32), the optimizer and the step number of one model. `update` either finishes or leaves weights,
-optimizer and step as they were before it. Knows nothing of HTTP, pools or engines: `weights` hands the tensors out.
-Every method blocks and all of them must be called from one thread at a time.
+optimizer and step as they were before it; where it cannot (an error after the first of several optimizer steps) it raises
+HalfUpdated and refuses everything else. Knows nothing of HTTP, pools or engines: `weights` hands the tensors out.
+Every method blocks, and all of them must be called from one thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from swarmtune.config import TrainConfig
-from swarmtune.types import TrainBatch
+import numpy as np
+import torch
+from verl.utils import tensordict_utils as tu
 
-if TYPE_CHECKING:
-    import torch
+from swarmtune.config import ConfigError, TrainConfig
+from swarmtune.trainer import checkpoint
+from swarmtune.trainer.advantages import check_estimator, episode_advantages
+from swarmtune.trainer.batch import MicroBatch, Row, build_rows, micro_batches, split_by_episode
+from swarmtune.trainer.losses import PolicyObjective, actor_config, check_loss
+from swarmtune.trainer.schedule import lr_at
+from swarmtune.trainer.tracking import Tracker
+from swarmtune.trainer.worker import build_worker, shares_prefixes
+from swarmtune.types import FinishedEpisode, TrainBatch
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: fp32 weight and two moments."""
+
+
+class HalfUpdated(RuntimeError):
+    """The update failed after an optimizer step: the weights are no step's weights. Restart from the last checkpoint."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over one update."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    grad_norms: list[float] = field(default_factory=list)
+    """Of the optimizer steps that were taken."""
+    skipped: int = 0
+    """Optimizer steps not taken because the gradient was not finite."""
+    computed_tokens: int = 0
+    diffs: list[torch.Tensor] = field(default_factory=list)
+    """Pairs (2, n) of rollout and trainer log-probabilities, before the first optimizer step."""
+
+    def per_token(self, name: str, by: str = "targets") -> float:
+        return self.sums[name] / max(1.0, self.sums[by])
 
 
 class Trainer:
@@ -24,41 +64,108 @@ class Trainer:
     def __init__(self, config: TrainConfig, model_path: Path, *, work_dir: Path) -> None:
         """Check the configuration; nothing is loaded yet.
 
+        Args:
+            work_dir: where tracking backends write.
+
         Raises:
             ConfigError: an estimator, loss or combination that cannot be trained, with the known names.
         """
-        raise NotImplementedError
+        check_estimator(config.algorithm.advantage, config.repeats)
+        check_loss(config.algorithm)
+        self._config = config
+        self._model_path = model_path
+        self._work_dir = work_dir
+        self._step = 0
+        self._worker: Any = None
+        self._reference: Any = None
+        self._tracker: Tracker | None = None
+        self._broken = False
 
     @property
     def step(self) -> int:
         """Step of the last update; 0 for a fresh model."""
-        raise NotImplementedError
+        return self._step
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the model, adapters left out."""
-        raise NotImplementedError
+        return sum(p.numel() for name, p in self._engine.module.named_parameters() if "lora_" not in name)
 
     def start(self, resume: Path | None = None) -> int:
         """Load model and optimizer, from the checkpoint folder `resume` where given; return its step, 0 when fresh.
 
         Raises:
             FileNotFoundError: `resume` is not a complete checkpoint.
-            ConfigError: the checkpoint was written with another model or adapter.
+            ConfigError: the checkpoint was written with another model or adapter, or a tracking package is missing.
         """
-        raise NotImplementedError
+        state = checkpoint.read(resume) if resume is not None else None
+        torch.manual_seed(self._config.seed)
+        worker = build_worker(self._config, self._model_path)
+        algorithm = self._config.algorithm
+        worker.set_loss_fn(PolicyObjective(algorithm, actor_config(algorithm)))
+        self._worker = worker
+        if state is not None and resume is not None:
+            self._check_same_model(state, resume)
+            worker.engine.load_checkpoint(str(resume), del_local_after_load=False)
+            self._step = int(state["step"])
+        if algorithm.kl_coef > 0 and self._config.lora is None:
+            self._reference = build_worker(self._config, self._model_path, trained=False)
+        self._tracker = Tracker(self._config, self._work_dir)
+        return self._step
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on `batch`; afterwards `step == batch.step`. Metrics carry veRL's names.
 
+        A batch from which nothing can be learned (every advantage 0, and neither KL nor entropy in the loss) leaves
+        weights and optimizer untouched and reports `actor/skipped_zero_advantage`. A gradient that is not finite is not
+        applied and reported as `actor/skipped_non_finite`.
+
         Raises:
-            ValueError: the batch cannot be trained (no episodes, a baseline missing, non-finite loss).
+            ValueError: the batch cannot be trained (no episodes, a baseline missing).
+            HalfUpdated: an error after the first of several optimizer steps.
         """
-        raise NotImplementedError
+        if self._broken:
+            raise HalfUpdated("an earlier update failed half-way; start again from the last checkpoint")
+        if not batch.episodes:
+            raise ValueError(f"step {batch.step}: a batch without episodes")
+        began = time.perf_counter()
+        advantages = episode_advantages(batch.episodes, self._config.algorithm)
+        built = build_rows(batch.episodes, advantages, max_length=self._context_length())
+        metrics = _batch_metrics(batch.episodes, built.rows)
+        metrics["tokens/no_context"] = built.no_context
+        metrics["tokens/over_context"] = built.over_context
+        nothing = not built.rows or not (self._learns_without_advantage() or any(r.advantages.any() for r in built.rows))
+        metrics["actor/skipped_zero_advantage"] = float(nothing)
+        metrics["actor/lr"] = lr_at(batch.step, self._config.optim)
+        prepared = time.perf_counter()
+        tally = _Tally()
+        if not nothing:
+            self._train(built.rows, batch.step, tally)
+            metrics |= _tally_metrics(tally, self._config)
+        self._step = batch.step
+        ended = time.perf_counter()
+        metrics |= {
+            "s/prepare": prepared - began,
+            "s/update": ended - began,
+            "perf/tokens_per_s": metrics["tokens"] / max(1e-9, ended - began),
+        }
+        return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Current weights by Hugging Face name, fp32, adapters merged. Copy each tensor before the next is taken."""
-        raise NotImplementedError
+        """Current weights by Hugging Face name, fp32, adapters merged.
+
+        A tensor may be the live one: copy it before the next is taken and write to none.
+        """
+        engine = self._engine
+        if self._config.lora is None:
+            yield from engine.get_per_tensor_param()[0]
+            return
+        from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+
+        # veRL's own merged export casts to bf16; the engine may compute in fp32.
+        with merged_lora_context(engine.module, backup_adapters=True):
+            for name, value in normalize_peft_param_name(engine.module.state_dict()).items():
+                yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
     def save(self, path: Path) -> None:
         """Write a checkpoint folder `path` (weights, optimizer, RNG, step): complete or absent, also after a crash.
@@ -66,12 +173,214 @@ class Trainer:
         Raises:
             OSError: not enough space or not writable; an existing checkpoint at `path` is intact.
         """
-        raise NotImplementedError
+        engine = self._engine
+        tensors = [p for p in engine.module.parameters()]
+        needed = sum(p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else 4) for p in tensors)
+        state = {"step": self._step, "model": self._fingerprint()}
+        checkpoint.write(
+            path,
+            state,
+            lambda folder: engine.save_checkpoint(str(folder), global_step=self._step),
+            needed_bytes=int(needed * 1.05) + (16 << 20),
+        )
 
     def track(self, metrics: dict[str, float], step: int) -> None:
-        """Send a step's metrics to the configured tracking backends (TensorBoard, W&B, SwanLab)."""
-        raise NotImplementedError
+        """Send a step's metrics to the configured tracking backends (TensorBoard, W&B, SwanLab, console)."""
+        if self._tracker is not None:
+            self._tracker.log(metrics, step)
 
     def close(self) -> None:
         """Finish tracking and release the model. Idempotent."""
-        raise NotImplementedError
+        if self._tracker is not None:
+            self._tracker.close()
+        self._tracker = self._worker = self._reference = None
+
+    @property
+    def _engine(self) -> Any:
+        if self._worker is None:
+            raise RuntimeError("the trainer is not started: call start() first")
+        return self._worker.engine
+
+    def _context_length(self) -> int | None:
+        return getattr(self._worker.model_config.hf_config, "max_position_embeddings", None)
+
+    def _learns_without_advantage(self) -> bool:
+        return self._config.algorithm.kl_coef > 0 or self._config.algorithm.entropy_coef > 0
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be loaded."""
+        lora = self._config.lora
+        return {
+            "type": self._worker.model_config.hf_config.model_type,
+            "parameters": self.parameters,
+            "lora": lora.model_dump() if lora else None,
+        }
+
+    def _check_same_model(self, state: dict[str, Any], resume: Path) -> None:
+        mine = self._fingerprint()
+        other = {k: v for k, v in state["model"].items() if v != mine[k]}
+        if other:
+            told = "; ".join(f"{k}: checkpoint {v}, configuration {mine[k]}" for k, v in other.items())
+            raise ConfigError(f"{resume}: the checkpoint is of another model ({told}); resume with the same model and lora")
+
+    def _micro_batches(self, rows: list[Row], indices: Iterable[int]) -> list[MicroBatch]:
+        return micro_batches(
+            rows,
+            list(indices),
+            tokens=self._config.trainer.tokens_per_micro_batch,
+            loss_agg=self._config.algorithm.loss_agg,
+            share_prefixes=shares_prefixes(self._worker.model_config.hf_config),
+            entropy_grad=self._config.algorithm.entropy_coef > 0,
+        )
+
+    def _train(self, rows: list[Row], step: int, tally: _Tally) -> None:
+        """All optimizer steps of one update."""
+        algorithm = self._config.algorithm
+        rng = np.random.default_rng([self._config.seed, step])
+        taken = 0
+        try:
+            rows = self._with_fixed_logprobs(rows)
+            for _ in range(algorithm.epochs):
+                for indices in split_by_episode(rows, algorithm.mini_batches, rng):
+                    self._accumulate(rows, indices, tally, before_first_step=taken == 0)
+                    self._take_step(step, tally)
+                    taken += 1
+        except BaseException as error:
+            self._worker.optimizer_zero_grad()
+            if taken:
+                self._broken = True
+                raise HalfUpdated(f"step {step}: failed after {taken} optimizer steps: {error}") from error
+            raise
+
+    def _accumulate(self, rows: list[Row], indices: list[int], tally: _Tally, *, before_first_step: bool) -> None:
+        """Gradients of one mini-batch."""
+        self._worker.optimizer_zero_grad()
+        for micro in self._micro_batches(rows, indices):
+            output = self._worker.forward_backward(micro.data)
+            for name, value in tu.get(output, "metrics").items():
+                if name in _SUMMED or name.startswith(("actor/pg_", "actor/ppo_")):
+                    tally.sums[name] += float(np.sum(value))
+            tally.computed_tokens += micro.computed_tokens
+            if before_first_step:
+                tally.diffs += _comparable([rows[i] for i in micro.rows], output["log_probs"])
+
+    def _take_step(self, step: int, tally: _Tally) -> None:
+        norm = self._worker.optimizer_step({"lr": lr_at(step, self._config.optim)})["grad_norm"]
+        if math.isfinite(norm):
+            tally.grad_norms.append(norm)
+        else:
+            tally.skipped += 1
+            log.warning("gradient not finite, optimizer step skipped", extra={"step": step})
+
+    def _with_fixed_logprobs(self, rows: list[Row]) -> list[Row]:
+        """Rows with the log-probabilities that must not change during the update: the reference's, and our own old ones.
+
+        Our own are computed only where several optimizer steps need a fixed point of comparison that the rollout does not
+        give; with a single step they are those of the step's own forward pass.
+        """
+        algorithm = self._config.algorithm
+        if algorithm.kl_coef > 0:
+            values = self._logprobs(rows, reference=True)
+            rows = [replace(row, ref_logprobs=v) for row, v in zip(rows, values, strict=True)]
+        if algorithm.epochs * algorithm.mini_batches == 1:
+            return rows
+        corrected = algorithm.rollout_correction != "none"
+        if not corrected and all(bool(row.exact[row.loss_mask].all()) for row in rows):
+            return rows
+        values = self._logprobs(rows, reference=False)
+        return [
+            replace(row, old_logprobs=v if corrected else torch.where(row.exact, row.rollout_logprobs, v))
+            for row, v in zip(rows, values, strict=True)
+        ]
+
+    def _logprobs(self, rows: list[Row], *, reference: bool) -> list[torch.Tensor]:
+        """Per row (T,) log-probabilities of its tokens under the mask, 0 elsewhere; without gradient."""
+        worker = self._reference if reference and self._reference is not None else self._worker
+        values: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        for micro in self._micro_batches(rows, range(len(rows))):
+            tu.assign_non_tensor(micro.data, compute_loss=False, no_lora_adapter=reference and self._reference is None)
+            output = worker.infer_batch(micro.data)
+            for i, logprobs in zip(micro.rows, output["log_probs"].unbind(), strict=True):
+                values[i] = _shift(logprobs)
+        return values
+
+
+_SUMMED = {
+    "loss",
+    "targets",
+    "comparable",
+    "actor/entropy",
+    "actor/kl_loss",
+    "rollout_corr/rollout_is_mean",
+}
+
+
+def _shift(logprobs: torch.Tensor) -> torch.Tensor:
+    """(T,) entries belonging to the next token → entries belonging to their own; the first is 0."""
+    return torch.cat([logprobs.new_zeros(1), logprobs[:-1]]).float()
+
+
+def _comparable(rows: list[Row], log_probs: torch.Tensor) -> list[torch.Tensor]:
+    """Per row (2, n): rollout and trainer log-probabilities of the tokens sampled in exactly this context."""
+    pairs = []
+    for row, values in zip(rows, log_probs.unbind(), strict=True):
+        kept = row.loss_mask & row.exact
+        pairs.append(torch.stack([row.rollout_logprobs[kept], _shift(values)[kept]]))
+    return pairs
+
+
+def _batch_metrics(episodes: list[FinishedEpisode], rows: list[Row]) -> dict[str, float]:
+    rewards = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
+    advantages = torch.cat([row.advantages[row.loss_mask] for row in rows]) if rows else torch.zeros(1)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "critic/advantages/mean": float(advantages.mean()),
+        "critic/advantages/min": float(advantages.min()),
+        "critic/advantages/max": float(advantages.max()),
+        "episodes": len(episodes),
+        "tasks": len({e.task_id for e in episodes}),
+        "rows": len(rows),
+        "tokens": sum(len(row.tokens) for row in rows),
+        "tokens/sampled": sum(row.targets for row in rows),
+    }
+
+
+def _tally_metrics(tally: _Tally, config: TrainConfig) -> dict[str, float]:
+    steps = len(tally.grad_norms) + tally.skipped
+    algorithm = config.algorithm
+    metrics = {
+        "actor/pg_loss": tally.sums["actor/pg_loss"] / steps,
+        "actor/loss": tally.sums["loss"] / steps,
+        "actor/entropy": tally.per_token("actor/entropy"),
+        "actor/skipped_non_finite": tally.skipped,
+        "actor/optimizer_steps": len(tally.grad_norms),
+        "tokens/computed": tally.computed_tokens,
+    }
+    if tally.grad_norms:
+        metrics["actor/grad_norm"] = sum(tally.grad_norms) / len(tally.grad_norms)
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+        if name in tally.sums:
+            metrics[name] = tally.per_token(name)
+    if algorithm.kl_coef > 0:
+        metrics["actor/kl_loss"] = tally.sums["actor/kl_loss"] / steps
+        metrics["actor/kl_coef"] = algorithm.kl_coef
+    if algorithm.rollout_correction != "none":
+        metrics["rollout_corr/rollout_is_mean"] = tally.per_token("rollout_corr/rollout_is_mean", "comparable")
+    return metrics | _mismatch(tally.diffs)
+
+
+def _mismatch(pairs: list[torch.Tensor]) -> dict[str, float]:
+    """How far engine and trainer are apart on the sampled tokens, as log-probability and as probability."""
+    both = torch.cat(pairs, dim=1) if pairs else torch.zeros(2, 0)
+    if not both.shape[1]:
+        return {}
+    logprobs, probs = (both[0] - both[1]).abs(), (both[0].exp() - both[1].exp()).abs()
+    return {
+        "training/rollout_logprobs_diff_mean": float(logprobs.mean()),
+        "training/rollout_logprobs_diff_max": float(logprobs.max()),
+        "training/rollout_probs_diff_mean": float(probs.mean()),
+        "training/rollout_probs_diff_max": float(probs.max()),
+    }
