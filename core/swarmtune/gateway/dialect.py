@@ -1,0 +1,192 @@
+"""The dialect contract: one wire format of model calls ↔ the gateway's own words.
+
+A dialect decodes a body into a `ModelCall`, and encodes answers, stream events and refusals in its API's own grammar. It
+does no I/O, keeps no state between calls, and knows nothing of episodes, trackers or engines. A new wire format is one file
+in `dialects/` and one line in `DIALECTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from swarmtune.protocol import Code
+from swarmtune.types import FinishReason, Message, ToolSpec
+
+
+class Refused(Exception):
+    """The call is refused: which code, which HTTP status, and a sentence that says how to fix it."""
+
+    def __init__(
+        self,
+        code: Code,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.status = status
+        self.param = param
+        """The field at fault."""
+        self.retry_after_s = retry_after_s
+        self.retry = retry
+        """What `x-should-retry` tells the client; None leaves the header out."""
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry is not None:
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        return headers
+
+
+def unsupported(param: str, why: str) -> Refused:
+    return Refused(Code.UNSUPPORTED, f"{param}: {why}", param=param, retry=False)
+
+
+def malformed(param: str, why: str) -> Refused:
+    return Refused(Code.BAD_REQUEST, f"{param}: {why}", param=param, retry=False)
+
+
+ToolChoice = Literal["auto", "none", "required"]
+
+
+@dataclass(slots=True)
+class SamplingAsked:
+    """What the request itself asked for; None where it said nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def said(self) -> dict[str, Any]:
+        """Only what the request said, for the turn's record."""
+        pairs = {name: getattr(self, name) for name in self.__slots__}
+        return {k: v for k, v in pairs.items() if v not in (None, (), False)}
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """One request of a dialect, in the gateway's words."""
+
+    dialect: str
+    model: str
+    messages: tuple[Message, ...] = ()
+    """The canonical conversation; empty when `prompts` is given."""
+    prompts: tuple[str | list[int], ...] = ()
+    """Raw prompts (text or token ids), for dialects without messages."""
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    sampling: SamplingAsked = field(default_factory=SamplingAsked)
+    n: int = 1
+    """Answers per prompt."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    """Streams only: whether the usage is asked for."""
+    ignored: tuple[str, ...] = ()
+    """Fields that were not understood, or that have no effect here."""
+    retry_count: int = 0
+    """What the client said in x-stainless-retry-count."""
+    continues: str | None = None
+    """Turn id of an earlier answer of this episode whose conversation goes before `messages` (previous_response_id)."""
+    instructions: int = 0
+    """How many leading `messages` are instructions of this call only, not inherited by a call that continues it."""
+    echo: dict[str, Any] = field(default_factory=dict)
+    """Request fields that the dialect repeats in its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+    """Alternatives, most probable first."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole delivered answer."""
+
+    turn_id: str
+    message: Message
+    """Content, reasoning and tool calls with the ids given out."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that were continued rather than rendered."""
+    stop_string: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became certain of one answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallInfo:
+    """What every encoding of one call's answers repeats."""
+
+    response_id: str
+    """The first turn's id."""
+    model: str
+    created: int
+    """Unix time, seconds."""
+    prompt_tokens: int = 0
+    """Of the first prompt, for dialects that say it before the answer."""
+
+
+class StreamEncoder(Protocol):
+    """Server-sent events of one call. `choice` counts answers over all prompts. Every method returns bytes to be written."""
+
+    def delta(self, choice: int, delta: Delta) -> bytes: ...
+
+    def finish(self, choice: int, answer: Answer) -> bytes:
+        """What deltas have not said: tool calls, the finish reason. Called once per choice."""
+        ...
+
+    def close(self, answers: Sequence[Answer]) -> bytes:
+        """Usage where asked, and the end mark."""
+        ...
+
+
+class Dialect(Protocol):
+    name: str
+
+    def decode(self, body: dict[str, Any], headers: Mapping[str, str]) -> ModelCall:
+        """Raises:
+        Refused: malformed, or it asks for what would change the meaning and cannot be honoured.
+        """
+        ...
+
+    def whole(self, call: ModelCall, info: CallInfo, answers: Sequence[Answer]) -> dict[str, Any]: ...
+
+    def stream(self, call: ModelCall, info: CallInfo) -> StreamEncoder: ...
+
+    def error(self, refusal: Refused) -> dict[str, Any]:
+        """The body of a refusal."""
+        ...
+
+    def error_event(self, refusal: Refused) -> bytes:
+        """A refusal in the middle of a stream; the connection is closed after it."""
+        ...
