@@ -1,0 +1,776 @@
+"""The swarm client: claims episodes, reports rewards, feeds a training, evaluates. Light: httpx and pydantic.
+
+    swarm = SwarmClient("http://127.0.0.1:10086")
+    swarm.start(TrainConfig(model="smollm2-135m", batch_tasks=8, repeats=8))
+    with swarm.episode(task_id="add-3-4") as ep:
+        llm = openai.OpenAI(base_url=ep.base_url, api_key=ep.api_key)
+        ...
+        ep.end(reward=1.0)
+
+AsyncSwarmClient does the work; SwarmClient runs one on a background event loop and waits for it, so both behave alike.
+What always holds: an episode left by an exception or without `end` is aborted; a request that got no answer is repeated
+under its idempotency key, so a lost connection or a restarted server neither claims nor ends twice; while an episode is
+open, heartbeats keep its lease, however long the agent thinks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from swarmtune.config import TrainConfig
+from swarmtune.errors import EpisodeGone, NotStarted, StartFailed, SwarmError, UnknownClient
+from swarmtune.protocol import (
+    AbortRequest,
+    AgreeRequest,
+    CheckpointView,
+    ClaimRequest,
+    ClientView,
+    EndRequest,
+    EndResult,
+    EngineState,
+    EpisodeGrant,
+    EpisodeKind,
+    EpisodeView,
+    Event,
+    PoolView,
+    RegisterRequest,
+    ServerStatus,
+    StartRequest,
+    StepRecord,
+)
+from swarmtune.transport import Transport
+
+if TYPE_CHECKING:
+    from swarmtune.evaluation import Evaluation
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DEFAULT_URL = "http://127.0.0.1:10086"
+PATIENCE_S = 300.0
+"""How long a server may be away (restarting, recovering its engine) before a client gives up."""
+_POLL_S = 30.0
+_CLAIM_WAIT_S = 10.0
+_GOODBYE_S = 5.0
+_CLIENT_HEARTBEAT_S = 5.0
+_TELL_S = 60.0
+
+
+class EpisodeNotEnded(UserWarning):
+    """An episode's block was left without `end`; the episode was aborted and trains nothing."""
+
+
+class AsyncEpisode:
+    """One claimed agent run. `base_url` and `api_key` are for the agent; `end` reports what it was worth."""
+
+    def __init__(self, transport: Transport, grant: EpisodeGrant, task_id: str, seed: int | None) -> None:
+        self.grant = grant
+        self.task_id = task_id
+        self.seed = seed
+        self.result: EndResult | None = None
+        """What the server made of it; None until `end` returned."""
+        self._transport = transport
+        self._aborted = False
+        self._heart: asyncio.Task[None] | None = None
+
+    @property
+    def episode_id(self) -> str:
+        return self.grant.episode_id
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI-style clients."""
+        return self.grant.base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self.grant.anthropic_base_url
+
+    @property
+    def api_key(self) -> str:
+        return self.grant.api_key
+
+    @property
+    def model(self) -> str:
+        """A model name for clients that insist on one; the server serves whatever it trains."""
+        return "swarm"
+
+    @property
+    def over(self) -> bool:
+        """Whether it was ended or aborted from here."""
+        return self.result is not None or self._aborted
+
+    async def end(self, reward: float, metrics: Mapping[str, float] | None = None) -> EndResult:
+        """Report the reward. Repeating it after a lost connection is safe.
+
+        Raises:
+            BadReward: not a finite number; the episode stays open.
+            EpisodeGone: expired, aborted or unknown to a server that lost it.
+        """
+        body = EndRequest(reward=reward, metrics=dict(metrics or {}), submission_id=uuid.uuid4().hex)
+        self.result = await _patiently(
+            lambda: self._transport.post(f"/v1/episodes/{self.episode_id}/end", EndResult, body), PATIENCE_S
+        )
+        await self._rest()
+        return self.result
+
+    async def abort(self, reason: str = "") -> None:
+        """Give the episode up; it trains nothing. Idempotent; a server that is away or has no such episode is fine."""
+        if self.over:
+            return
+        self._aborted = True
+        await self._rest()
+        with contextlib.suppress(SwarmError):
+            await self._transport.post(
+                f"/v1/episodes/{self.episode_id}/abort",
+                EpisodeView,
+                AbortRequest(reason=reason[:500]),
+                patience_s=_GOODBYE_S,
+            )
+
+    async def view(self) -> EpisodeView:
+        """State, calls and lease as the server sees them."""
+        return await self._transport.get(f"/v1/episodes/{self.episode_id}", EpisodeView)
+
+    def _start_heart(self) -> None:
+        self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self.episode_id}")
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.grant.lease_s / 3)
+            try:
+                await self._transport.post(f"/v1/episodes/{self.episode_id}/heartbeat", EpisodeView)
+            except EpisodeGone:
+                return
+            except SwarmError as error:
+                log.warning("heartbeat of episode %s failed: %s", self.episode_id, error)
+
+    async def _rest(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+            self._heart = None
+
+
+class AsyncSwarmClient:
+    """A client of one swarm server. Belongs to the event loop it is first used in."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        name: str | None = None,
+        share: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            api_key: a key of the server with the capabilities this client needs, where the server has keys.
+            name: registers the client under this name: needed for shares and for the policies that wait for agreement.
+            share: tasks of each batch that are this client's.
+            patience_s: how long the server may be away before ServerUnreachable is raised.
+        """
+        if share is not None and name is None:
+            raise ValueError("share: only a client with a name can have one; pass name=")
+        self.url = url.rstrip("/")
+        self.name = name
+        self.share = share
+        self._transport = Transport(self.url, api_key=api_key, patience_s=patience_s)
+        self._heart: asyncio.Task[None] | None = None
+        self._started: tuple[str, TrainConfig] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Say goodbye where registered, and close connections. The server goes on."""
+        if self._heart is not None:
+            self._heart.cancel()
+            self._heart = None
+            with contextlib.suppress(SwarmError):
+                await self._transport.delete(f"/v1/clients/{self.name}", patience_s=_GOODBYE_S)
+        await self._transport.close()
+
+    # -- the server
+
+    async def start(self, config: TrainConfig | Mapping[str, Any]) -> ServerStatus:
+        """Wake the server with `config` and wait until it rolls; join when exactly this configuration is running.
+
+        Raises:
+            BadConfig: the configuration cannot be used.
+            ConfigConflict: another one is running; `differences` and the message name the keys.
+            StartFailed: the model could not be brought up; reason and log tail in the message.
+        """
+        config = config if isinstance(config, TrainConfig) else TrainConfig.from_dict(config)
+        body = StartRequest(config=config.model_dump(mode="json"))
+        status = await self._transport.post("/v1/start", ServerStatus, body)
+        status = await self._until_up(status)
+        self._started = (status.server_id, config)
+        if self.name is not None:
+            await self.register()
+        return status
+
+    async def restart_if_lost(self) -> ServerStatus:
+        """Start again what this client started, where the server process is another one than then and has no model.
+
+        Raises:
+            NotStarted: the same process was stopped, or this client never started it.
+        """
+        status = await self.status()
+        if status.state is not EngineState.OFFLINE:
+            return await self._until_up(status)
+        if self._started is None or self._started[0] == status.server_id:
+            raise NotStarted("the server is offline: start it with a configuration (swarm.start)")
+        log.warning("the server process is a new one without a model; starting it again")
+        return await self.start(self._started[1])
+
+    async def status(self) -> ServerStatus:
+        return await self._transport.get("/v1/status", ServerStatus)
+
+    async def config(self) -> TrainConfig:
+        """The configuration that runs, as resolved.
+
+        Raises:
+            NotStarted
+        """
+        return TrainConfig.model_validate(await self._transport.get("/v1/config", dict))
+
+    async def stop(self) -> ServerStatus:
+        """Stop training; the server saves a checkpoint and goes offline."""
+        return await self._transport.post("/v1/stop", ServerStatus, wait_s=120.0)
+
+    async def shutdown(self) -> None:
+        """End the server process."""
+        await self._transport.post("/v1/shutdown", dict)
+
+    async def pool(self) -> PoolView:
+        """What the next step waits for, in numbers."""
+        return await self._transport.get("/v1/pool", PoolView)
+
+    async def steps(self, after: int = 0) -> list[StepRecord]:
+        """The steps done so far, later than `after`."""
+        return await self._transport.get("/v1/steps", list[StepRecord], after=after)
+
+    async def wait_step(self, after: int, *, timeout_s: float | None = None) -> list[StepRecord]:
+        """Wait until a step later than `after` is done; returns all such.
+
+        Raises:
+            TimeoutError: none within `timeout_s`.
+            StartFailed: the server failed meanwhile.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = _POLL_S if deadline is None else max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            records = await self._transport.get("/v1/steps", list[StepRecord], after=after, wait_s=left_s)
+            if records:
+                return records
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"no step after {after} within {timeout_s:g} s; ask swarm.pool() what it waits for")
+            _raise_if_failed(await self.status())
+
+    def events(self, after: int = 0) -> AsyncIterator[Event]:
+        """Events as they happen, oldest first; goes on until closed, through reconnects."""
+        return self._transport.events(after)
+
+    async def checkpoints(self) -> list[CheckpointView]:
+        return await self._transport.get("/v1/checkpoints", list[CheckpointView])
+
+    async def save_checkpoint(self) -> CheckpointView:
+        """Write one now."""
+        return await self._transport.post("/v1/checkpoints", CheckpointView, wait_s=120.0)
+
+    async def merge_report(self, episode_id: str) -> dict[str, Any]:
+        """How the episode's calls were merged into samples."""
+        return await self._transport.get(f"/v1/episodes/{episode_id}/merge", dict)
+
+    # -- this client
+
+    async def register(self) -> ClientView:
+        """Register under the client's name and keep sending heartbeats until `close`; `start` and `train` do this.
+
+        Raises:
+            ValueError: the client has no name.
+        """
+        if self.name is None:
+            raise ValueError("register: the client has no name; pass name= when making it")
+        body = RegisterRequest(name=self.name, share=self.share)
+        view = await self._transport.post("/v1/clients", ClientView, body)
+        if self._heart is None:
+            self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of client {self.name}")
+        return view
+
+    async def heartbeat(self) -> ClientView:
+        """One sign of life, registering again where a restarted server has forgotten the client."""
+        try:
+            return await self._transport.post(f"/v1/clients/{self.name}/heartbeat", ClientView)
+        except UnknownClient:
+            return await self.register()
+
+    async def agree(self, step: int) -> ClientView:
+        """Agree that `step` (the server's current step + 1) may start.
+
+        Raises:
+            StepMismatch: another step is being collected.
+        """
+        body = AgreeRequest(step=step)
+        try:
+            return await self._transport.post(f"/v1/clients/{self.name}/agree", ClientView, body)
+        except UnknownClient:
+            await self.register()
+            return await self._transport.post(f"/v1/clients/{self.name}/agree", ClientView, body)
+
+    # -- episodes
+
+    async def claim(
+        self,
+        task_id: str,
+        *,
+        kind: EpisodeKind = "train",
+        sampling: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        lease_s: float | None = None,
+        wait_s: float | None = None,
+    ) -> AsyncEpisode:
+        """Claim an episode, waiting while the server changes weights, is full, or holds the claim for another's share.
+
+        Args:
+            sampling: overrides of the configuration's `sampling` for this episode.
+            seed: makes the episode's sampling repeatable.
+            wait_s: how long to wait at most; None waits as long as the server asks to.
+
+        Raises:
+            NotRolling: not within `wait_s`; `code` and the message say why.
+            NotStarted, TrainingFinished, StartFailed
+        """
+        body = ClaimRequest(
+            task_id=task_id,
+            kind=kind,
+            client=self.name,
+            sampling=dict(sampling or {}),
+            seed=seed,
+            lease_s=lease_s,
+            claim_id=uuid.uuid4().hex,
+            wait_s=_CLAIM_WAIT_S if wait_s is None else min(wait_s, _CLAIM_WAIT_S),
+        )
+
+        async def once() -> EpisodeGrant:
+            try:
+                return await self._transport.post("/v1/episodes", EpisodeGrant, body, wait_s=body.wait_s)
+            except UnknownClient:
+                await self.register()
+                return await self._transport.post("/v1/episodes", EpisodeGrant, body, wait_s=body.wait_s)
+
+        grant = await _patiently(once, wait_s)
+        episode = AsyncEpisode(self._transport, grant, task_id, seed)
+        episode._start_heart()
+        return episode
+
+    @contextlib.asynccontextmanager
+    async def episode(self, task_id: str, **options: Any) -> AsyncIterator[AsyncEpisode]:
+        """Claim an episode for a block; takes the options of `claim`. Leaving it without `end` aborts."""
+        episode = await self.claim(task_id, **options)
+        try:
+            yield episode
+        except BaseException as error:
+            await episode.abort(f"{type(error).__name__}: {error}")
+            raise
+        if not episode.over:
+            await episode.abort("left without end")
+            _warn_not_ended(episode)
+
+    # -- loops
+
+    async def train(
+        self,
+        tasks: Sequence[Any],
+        rollout: Callable[..., Any],
+        *,
+        steps: int,
+        parallel: int = 32,
+        attempts: int = 4,
+        seed: int | None = None,
+        episode_timeout_s: float | None = None,
+        progress: bool | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> list[StepRecord]:
+        """Run episodes until the server has done `steps` steps in all; returns the records of those done meanwhile.
+
+        Each step gets `batch_tasks` tasks (or this client's share) with `repeats` episodes each, in an order fixed by
+        the seed. Restarts of the server and of its engine are waited for.
+
+        Args:
+            tasks: a task is a string, or a mapping or object with `task_id`.
+            rollout: `rollout(task, episode)` runs the agent and returns the reward, or (reward, metrics), or None when
+                it ended the episode itself. A plain function runs in a thread of its own, `async def` on this loop.
+            parallel: episodes run at once at most.
+            attempts: how often one episode is tried before its task is dropped for another one.
+            seed: of task order and sampling; None takes the configuration's.
+            episode_timeout_s: an episode that takes longer is aborted and counts as failed.
+            progress: a progress bar on standard error; None shows one where that is a terminal.
+            on_step: called with the record of each step done.
+
+        Raises:
+            TrainingFailed: as many tasks in a row as a batch has, and at least 3, failed all their attempts.
+            StartFailed, ServerUnreachable, TrainingFinished, AccessDenied
+        """
+        from swarmtune.feeder import Feeder
+
+        feeder = Feeder(
+            self,
+            tasks,
+            rollout,
+            steps=steps,
+            parallel=parallel,
+            attempts=attempts,
+            seed=seed,
+            episode_timeout_s=episode_timeout_s,
+            progress=progress,
+            on_step=on_step,
+        )
+        return await feeder.run()
+
+    async def evaluate(
+        self,
+        tasks: Sequence[Any],
+        rollout: Callable[..., Any],
+        *,
+        k: int = 1,
+        sampling: Mapping[str, Any] | None = None,
+        parallel: int = 32,
+        seed: int = 0,
+        success: float = 1.0,
+        episode_timeout_s: float | None = None,
+    ) -> Evaluation:
+        """Run `k` evaluation episodes per task; they never enter the pool. `rollout` as in `train`.
+
+        Args:
+            sampling: overrides for these episodes, such as {"temperature": 0}.
+            success: the reward from which an episode counts as solved, for pass@k.
+        """
+        from swarmtune.evaluation import evaluate
+
+        return await evaluate(
+            self,
+            tasks,
+            rollout,
+            k=k,
+            sampling=sampling,
+            parallel=parallel,
+            seed=seed,
+            success=success,
+            episode_timeout_s=episode_timeout_s,
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_CLIENT_HEARTBEAT_S)
+            try:
+                await self.heartbeat()
+            except SwarmError as error:
+                log.warning("heartbeat of client %s failed: %s", self.name, error)
+
+    async def _until_up(self, status: ServerStatus) -> ServerStatus:
+        while status.state is EngineState.BOOTING:
+            status = await self._transport.get(
+                "/v1/status", ServerStatus, wait_s=_POLL_S, **{"while": EngineState.BOOTING.value}
+            )
+        _raise_if_failed(status)
+        return status
+
+
+class Episode:
+    """The twin of AsyncEpisode for plain code."""
+
+    def __init__(self, episode: AsyncEpisode, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._episode = episode
+        self._wait = wait
+
+    @property
+    def grant(self) -> EpisodeGrant:
+        return self._episode.grant
+
+    @property
+    def task_id(self) -> str:
+        return self._episode.task_id
+
+    @property
+    def seed(self) -> int | None:
+        return self._episode.seed
+
+    @property
+    def episode_id(self) -> str:
+        return self._episode.episode_id
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI-style clients."""
+        return self._episode.base_url
+
+    @property
+    def anthropic_base_url(self) -> str:
+        return self._episode.anthropic_base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._episode.api_key
+
+    @property
+    def model(self) -> str:
+        """A model name for clients that insist on one; the server serves whatever it trains."""
+        return self._episode.model
+
+    @property
+    def over(self) -> bool:
+        """Whether it was ended or aborted from here."""
+        return self._episode.over
+
+    @property
+    def result(self) -> EndResult | None:
+        """What the server made of it; None until `end` returned."""
+        return self._episode.result
+
+    def end(self, reward: float, metrics: Mapping[str, float] | None = None) -> EndResult:
+        """See AsyncEpisode.end."""
+        return self._wait(self._episode.end(reward, metrics))
+
+    def abort(self, reason: str = "") -> None:
+        """See AsyncEpisode.abort."""
+        self._wait(self._episode.abort(reason))
+
+    def view(self) -> EpisodeView:
+        """State, calls and lease as the server sees them."""
+        return self._wait(self._episode.view())
+
+
+class SwarmClient:
+    """A client of one swarm server for plain code. May be used from several threads.
+
+    Takes the arguments of AsyncSwarmClient and has its methods, without `await`.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        name: str | None = None,
+        share: int | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._client = AsyncSwarmClient(url, api_key=api_key, name=name, share=share, patience_s=patience_s)
+        self._loop = _BackgroundLoop()
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    @property
+    def name(self) -> str | None:
+        return self._client.name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say goodbye where registered, and close connections. The server goes on."""
+        self._loop.wait(self._client.close())
+        self._loop.stop()
+
+    def start(self, config: TrainConfig | Mapping[str, Any]) -> ServerStatus:
+        """See AsyncSwarmClient.start."""
+        return self._loop.wait(self._client.start(config))
+
+    def status(self) -> ServerStatus:
+        return self._loop.wait(self._client.status())
+
+    def config(self) -> TrainConfig:
+        """The configuration that runs, as resolved."""
+        return self._loop.wait(self._client.config())
+
+    def stop(self) -> ServerStatus:
+        """Stop training; the server saves a checkpoint and goes offline."""
+        return self._loop.wait(self._client.stop())
+
+    def shutdown(self) -> None:
+        """End the server process."""
+        self._loop.wait(self._client.shutdown())
+
+    def pool(self) -> PoolView:
+        """What the next step waits for, in numbers."""
+        return self._loop.wait(self._client.pool())
+
+    def steps(self, after: int = 0) -> list[StepRecord]:
+        """The steps done so far, later than `after`."""
+        return self._loop.wait(self._client.steps(after))
+
+    def wait_step(self, after: int, *, timeout_s: float | None = None) -> list[StepRecord]:
+        """See AsyncSwarmClient.wait_step."""
+        return self._loop.wait(self._client.wait_step(after, timeout_s=timeout_s))
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """Events as they happen, oldest first; goes on until closed, through reconnects."""
+        stream = self._client.events(after)
+        try:
+            while True:
+                yield self._loop.wait(_next(stream))
+        finally:
+            self._loop.wait(_close(stream))
+
+    def checkpoints(self) -> list[CheckpointView]:
+        return self._loop.wait(self._client.checkpoints())
+
+    def save_checkpoint(self) -> CheckpointView:
+        """Write one now."""
+        return self._loop.wait(self._client.save_checkpoint())
+
+    def merge_report(self, episode_id: str) -> dict[str, Any]:
+        """How the episode's calls were merged into samples."""
+        return self._loop.wait(self._client.merge_report(episode_id))
+
+    def register(self) -> ClientView:
+        """See AsyncSwarmClient.register."""
+        return self._loop.wait(self._client.register())
+
+    def heartbeat(self) -> ClientView:
+        """See AsyncSwarmClient.heartbeat."""
+        return self._loop.wait(self._client.heartbeat())
+
+    def agree(self, step: int) -> ClientView:
+        """See AsyncSwarmClient.agree."""
+        return self._loop.wait(self._client.agree(step))
+
+    def claim(
+        self,
+        task_id: str,
+        *,
+        kind: EpisodeKind = "train",
+        sampling: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        lease_s: float | None = None,
+        wait_s: float | None = None,
+    ) -> Episode:
+        """See AsyncSwarmClient.claim."""
+        claiming = self._client.claim(task_id, kind=kind, sampling=sampling, seed=seed, lease_s=lease_s, wait_s=wait_s)
+        return Episode(self._loop.wait(claiming), self._loop.wait)
+
+    @contextlib.contextmanager
+    def episode(self, task_id: str, **options: Any) -> Iterator[Episode]:
+        """Claim an episode for a block; takes the options of `claim`. Leaving it without `end` aborts."""
+        episode = self.claim(task_id, **options)
+        try:
+            yield episode
+        except BaseException as error:
+            episode.abort(f"{type(error).__name__}: {error}")
+            raise
+        if not episode.over:
+            episode.abort("left without end")
+            _warn_not_ended(episode)
+
+    def train(
+        self, tasks: Sequence[Any], rollout: Callable[..., Any], *, steps: int, **options: Any
+    ) -> list[StepRecord]:
+        """See AsyncSwarmClient.train, whose options it takes."""
+        return self._loop.wait(self._client.train(tasks, rollout, steps=steps, **options))
+
+    def evaluate(self, tasks: Sequence[Any], rollout: Callable[..., Any], **options: Any) -> Evaluation:
+        """See AsyncSwarmClient.evaluate, whose options it takes."""
+        return self._loop.wait(self._client.evaluate(tasks, rollout, **options))
+
+
+class _BackgroundLoop:
+    """An event loop on a daemon thread, started at the first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and wait for it; an interrupt cancels it, lets it clean up briefly, and goes on."""
+        loop = self._running()
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("a SwarmClient method was called inside an async rollout: take AsyncSwarmClient there")
+        finished = threading.Event()
+
+        async def guarded() -> T:
+            try:
+                return await work
+            finally:
+                finished.set()
+
+        future = asyncio.run_coroutine_threadsafe(guarded(), loop)
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                finished.wait(_GOODBYE_S)
+            raise
+
+    def stop(self) -> None:
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_GOODBYE_S)
+            self._loop = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="swarm client", daemon=True)
+                self._thread.start()
+            return self._loop
+
+
+async def _next(stream: AsyncIterator[T]) -> T:
+    return await anext(stream)
+
+
+async def _close(stream: Any) -> None:
+    await stream.aclose()
+
+
+async def _patiently(request: Callable[[], Awaitable[T]], wait_s: float | None) -> T:
+    """Repeat a request for as long as the server refuses it only for now, at most `wait_s`; None has no limit."""
+    began = time.monotonic()
+    told = began
+    while True:
+        try:
+            return await request()
+        except SwarmError as refusal:
+            now, pause_s = time.monotonic(), refusal.retry_after_s
+            if pause_s is None or (wait_s is not None and now + pause_s > began + wait_s):
+                raise
+            if now - told > _TELL_S:
+                log.warning("waiting for %.0f s: %s", now - began, refusal)
+                told = now
+            await asyncio.sleep(pause_s)
+
+
+def _raise_if_failed(status: ServerStatus) -> None:
+    if status.state is EngineState.FAILED:
+        tail = f"\n--- the engine's last lines ---\n{status.log_tail}" if status.log_tail else ""
+        raise StartFailed(f"the server failed: {status.reason}{tail}", details={"log_tail": status.log_tail})
+
+
+def _warn_not_ended(episode: AsyncEpisode | Episode) -> None:
+    warnings.warn(
+        f"episode {episode.episode_id} of task {episode.task_id!r} was left without end(reward=…); it was aborted",
+        EpisodeNotEnded,
+        stacklevel=4,
+    )

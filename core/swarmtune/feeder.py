@@ -1,0 +1,392 @@
+"""The training loop of a client: keeps one server fed with episodes until it has done so many steps.
+
+For each step the feeder plans `batch_tasks` tasks (or its share) with `repeats` episodes each and runs them with
+bounded parallelism. What always holds: a failed episode is run again, a task that keeps failing is replaced, so a batch
+is never left one episode short; what a step did not take is finished for the next one; when the plan is done and the
+server still waits, the feeder asks the pool why, agrees where the policy wants that, and plans more where tasks are
+missing; after the last step it claims nothing more. Order of tasks and sampling seeds depend on nothing but the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarmtune.client import AsyncEpisode, AsyncSwarmClient
+from swarmtune.errors import (
+    AccessDenied,
+    BadConfig,
+    NotStarted,
+    ServerUnreachable,
+    StartFailed,
+    StepMismatch,
+    TrainingFailed,
+    TrainingFinished,
+)
+from swarmtune.protocol import EndResult, EngineState, StepRecord
+from swarmtune.rollout import episode_seed, play, task_id_of
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+"""How long the feeder waits for a step before it asks the pool again why there is none."""
+_STEP_POLL_S = 15.0
+_AGREEMENT = frozenset({"all_clients_agree", "any_client_agrees"})
+_FATAL = (AccessDenied, BadConfig, ServerUnreachable, StartFailed)
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One task of the plan, with the episodes it still needs."""
+
+    task: Any
+    task_id: str
+    visit: int
+    """How often the run came to this task before."""
+    missing: int
+    """Episodes not yet accepted by the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One episode to run."""
+
+    task: _Task
+    repeat: int
+    attempt: int
+
+
+class EpisodeRejected(Exception):
+    """The server took the end of an episode but will not train it."""
+
+    def __init__(self, result: EndResult) -> None:
+        super().__init__(result.message or str(result.code))
+        self.result = result
+
+
+class Feeder:
+    def __init__(
+        self,
+        client: AsyncSwarmClient,
+        tasks: Sequence[Any],
+        rollout: Callable[..., Any],
+        *,
+        steps: int,
+        parallel: int,
+        attempts: int,
+        seed: int | None,
+        episode_timeout_s: float | None,
+        progress: bool | None,
+        on_step: Callable[[StepRecord], None] | None,
+    ) -> None:
+        """See AsyncSwarmClient.train for the arguments."""
+        if not tasks:
+            raise ValueError("tasks: there are none")
+        if parallel < 1 or attempts < 1:
+            raise ValueError("parallel and attempts: at least 1")
+        self._client = client
+        self._ids = [task_id_of(task) for task in tasks]
+        if len(set(self._ids)) != len(self._ids):
+            raise ValueError("tasks: two have the same task_id, so their episodes would count as one task's")
+        self._tasks = tasks
+        self._rollout = rollout
+        self._goal = steps
+        self._parallel = parallel
+        self._attempts = attempts
+        self._seed = seed
+        self._timeout_s = episode_timeout_s
+        self._on_step = on_step
+        self._show = progress
+        self._pending: deque[_Slot] = deque()
+        self._running: dict[asyncio.Task[None], _Slot] = {}
+        self._unfinished: dict[_Task, None] = {}
+        self._planned_step = 0
+        self._agreed_step = 0
+        self._dropped_in_a_row = 0
+        self._step = 0
+        self._stepped = asyncio.Event()
+        self._records: list[StepRecord] = []
+        self._finished: TrainingFinished | None = None
+
+    async def run(self) -> list[StepRecord]:
+        """Feed until the goal is reached; cleans up whatever happens."""
+        config = await self._client.config()
+        if self._client.name is not None:
+            await self._client.register()
+        elif config.batching.policy in _AGREEMENT:
+            raise BadConfig(f"batching.policy {config.batching.policy}: this client needs a name to agree: pass name=")
+        self._tasks_per_step = self._client.share or config.batch_tasks
+        self._repeats = config.repeats
+        self._policy = config.batching.policy
+        self._order = _order_of(len(self._tasks), config.seed if self._seed is None else self._seed)
+        self._seed = config.seed if self._seed is None else self._seed
+        self._step = (await self._client.status()).step
+        bar = _ProgressBar(self._goal, self._tasks_per_step * self._repeats, self._show)
+        watcher = asyncio.create_task(self._watch_steps(bar), name="steps of the swarm server")
+        try:
+            with bar:
+                while self._step < self._goal:
+                    if self._finished is None:
+                        self._plan_step()
+                        self._launch(bar)
+                    if self._running:
+                        await self._wait(watcher)
+                    elif self._finished is None:
+                        await self._ask_why(watcher)
+                    elif self._step < (await self._client.status()).step:
+                        await self._wait_step(watcher)
+                    else:
+                        raise self._finished
+        finally:
+            watcher.cancel()
+            await self._abandon()
+        return self._records
+
+    # -- planning
+
+    def _plan_step(self) -> None:
+        """Once per step: what the last one left unfinished, filled up with new tasks."""
+        collecting = self._step + 1
+        if self._planned_step < collecting:
+            self._planned_step = collecting
+            self._add_tasks(self._tasks_per_step - len(self._unfinished))
+
+    def _add_tasks(self, count: int) -> None:
+        for _ in range(count):
+            index, visit = next(self._order)
+            task = _Task(self._tasks[index], self._ids[index], visit, self._repeats)
+            self._unfinished[task] = None
+            self._pending.extend(_Slot(task, repeat, 0) for repeat in range(self._repeats))
+
+    def _launch(self, bar: _ProgressBar) -> None:
+        while self._pending and len(self._running) < self._parallel:
+            slot = self._pending.popleft()
+            self._running[asyncio.create_task(self._run_episode(slot, bar), name=slot.task.task_id)] = slot
+
+    # -- episodes
+
+    async def _run_episode(self, slot: _Slot, bar: _ProgressBar) -> None:
+        """One attempt at one episode.
+
+        Raises:
+            Exception: whatever made it fail; `_settle` decides what follows.
+        """
+        assert self._seed is not None
+        task = slot.task
+        seed = episode_seed(self._seed, task.task_id, task.visit, slot.repeat, slot.attempt)
+        episode = await self._claim(task.task_id, seed)
+        try:
+            outcome = await play(self._rollout, task.task, episode, timeout_s=self._timeout_s)
+            if outcome is not None:
+                await episode.end(outcome.reward, outcome.metrics)
+        except BaseException as error:
+            await episode.abort(f"{type(error).__name__}: {error}")
+            raise
+        if episode.result is None or episode.result.outcome == "rejected":
+            raise EpisodeRejected(episode.result) if episode.result else RuntimeError("the rollout aborted its episode")
+        bar.episode(outcome.reward if outcome else None)
+
+    async def _claim(self, task_id: str, seed: int) -> AsyncEpisode:
+        while True:
+            try:
+                return await self._client.claim(task_id, seed=seed)
+            except NotStarted:
+                await self._client.restart_if_lost()
+                await asyncio.sleep(_IDLE_S)
+
+    def _settle(self, done: asyncio.Task[None]) -> None:
+        """Book an attempt that is over: accepted, to be tried again, or its task dropped."""
+        slot = self._running.pop(done)
+        error = done.exception()
+        if error is None:
+            self._dropped_in_a_row = 0
+            slot.task.missing -= 1
+            if slot.task.missing == 0:
+                self._unfinished.pop(slot.task, None)
+            return
+        if isinstance(error, TrainingFinished):
+            self._finished = error
+            self._pending.clear()
+            return
+        if isinstance(error, _FATAL) or not isinstance(error, Exception):
+            raise error
+        attempt = slot.attempt + 1
+        log.warning(
+            "episode of task %s failed, attempt %d of %d: %r", slot.task.task_id, attempt, self._attempts, error
+        )
+        if slot.task not in self._unfinished:
+            return
+        if attempt < self._attempts:
+            self._pending.appendleft(_Slot(slot.task, slot.repeat, attempt))
+        else:
+            self._drop(slot.task, error)
+
+    def _drop(self, task: _Task, error: Exception) -> None:
+        """Give a task up and take another one for it.
+
+        Raises:
+            TrainingFailed: nothing but failures for a whole batch.
+        """
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= max(3, self._tasks_per_step):
+            raise TrainingFailed(
+                f"{self._dropped_in_a_row} tasks in a row failed {self._attempts} times each, the last with {error!r}"
+            ) from error
+        log.warning("task %s is dropped for another one", task.task_id)
+        del self._unfinished[task]
+        self._pending = deque(slot for slot in self._pending if slot.task is not task)
+        self._add_tasks(1)
+
+    async def _abandon(self) -> None:
+        """Abort what still runs: nothing would train it."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+
+    # -- waiting
+
+    async def _wait(self, watcher: asyncio.Task[None]) -> None:
+        """Until an episode is over or a step is done."""
+        stepped = asyncio.create_task(self._stepped.wait())
+        try:
+            done, _ = await asyncio.wait({*self._running, stepped, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stepped.cancel()
+        self._stepped.clear()
+        if watcher in done:
+            watcher.result()
+        for task in [task for task in self._running if task in done]:
+            self._settle(task)
+
+    async def _ask_why(self, watcher: asyncio.Task[None]) -> None:
+        """The plan is done: agree where that is asked for, plan more where tasks are missing, and wait a little."""
+        collecting = self._step + 1
+        if self._policy in _AGREEMENT:
+            await self._agree(collecting)
+        else:
+            missing = await self._missing_tasks(collecting)
+            if missing:
+                self._add_tasks(missing)
+                return
+        await self._wait_step(watcher)
+
+    async def _wait_step(self, watcher: asyncio.Task[None]) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stepped.wait(), _IDLE_S)
+        self._stepped.clear()
+        if watcher.done():
+            watcher.result()
+
+    async def _missing_tasks(self, step: int) -> int:
+        """How many tasks nobody is running that the batch of `step` needs; 0 while anything moves."""
+        pool = await self._client.pool()
+        if pool.step != step or pool.ready or pool.open_episodes:
+            return 0
+        status = await self._client.status()
+        if status.state is not EngineState.ROLLING or status.step + 1 != step:
+            return 0
+        log.info("the batch is short: %s", pool.explanation)
+        have = pool.tasks_with_variance if self._policy == "nonzero_variance_task_count" else pool.tasks_complete
+        return max(1, self._tasks_per_step - have)
+
+    async def _agree(self, step: int) -> None:
+        if self._agreed_step == step:
+            return
+        try:
+            await self._client.agree(step)
+            self._agreed_step = step
+        except StepMismatch:
+            log.debug("step %d is no longer being collected", step)
+
+    async def _watch_steps(self, bar: _ProgressBar) -> None:
+        """Follow the server's step, also back to an earlier one after its engine was recovered from a checkpoint."""
+        while self._step < self._goal:
+            try:
+                records = await self._client.wait_step(self._step, timeout_s=_STEP_POLL_S)
+            except TimeoutError:
+                status = await self._client.status()
+                if status.step < self._step:
+                    log.warning("the server went back from step %d to step %d", self._step, status.step)
+                    self._step = self._planned_step = status.step
+                    self._stepped.set()
+                continue
+            for record in records[: self._goal - self._step]:
+                self._step = record.step
+                self._records.append(record)
+                bar.step(record)
+                if self._on_step is not None:
+                    self._on_step(record)
+            self._stepped.set()
+
+
+def _order_of(count: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Endless (index, visit): all tasks once in random order, then again in another one."""
+    visit = 0
+    while True:
+        indices = list(range(count))
+        random.Random(f"{seed}/{visit}").shuffle(indices)
+        yield from ((index, visit) for index in indices)
+        visit += 1
+
+
+class _ProgressBar:
+    """Episodes of the step, and the reward of the steps done, on standard error. Off a terminal: a line a step."""
+
+    def __init__(self, steps: int, episodes: int, show: bool | None) -> None:
+        self._steps = steps
+        self._episodes = episodes
+        self._show = show
+        self._rewards: list[float] = []
+        self._began = time.monotonic()
+        self._display: Any = None
+
+    def __enter__(self) -> _ProgressBar:
+        show = sys.stderr.isatty() if self._show is None else self._show
+        if not show:
+            return self
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._display = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("episodes"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._display.start()
+        self._bar = self._display.add_task("step 1", total=self._episodes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def episode(self, reward: float | None) -> None:
+        if reward is not None:
+            self._rewards.append(float(reward))
+        if self._display is not None:
+            mean = sum(self._rewards) / len(self._rewards) if self._rewards else 0.0
+            self._display.update(self._bar, advance=1, description=f"reward so far {mean:.3f}")
+
+    def step(self, record: StepRecord) -> None:
+        reward = record.metrics.get("reward/mean")
+        shown = f"reward/mean {reward:.3f}" if reward is not None else "trained"
+        line = f"step {record.step:>3}/{self._steps}  {shown}  {time.monotonic() - self._began:.1f} s"
+        self._began = time.monotonic()
+        self._rewards.clear()
+        if self._display is not None:
+            self._display.console.print(line)
+            self._display.reset(self._bar, description=f"step {record.step + 1}")
+        else:
+            log.info("%s", line)
