@@ -58,10 +58,11 @@ DEFAULT_URL = "http://127.0.0.1:10086"
 PATIENCE_S = 300.0
 """How long a server may be away (restarting, recovering its engine) before a client gives up."""
 _POLL_S = 30.0
-_CLAIM_WAIT_S = 10.0
+_CLAIM_WAIT_S = 30.0
 _GOODBYE_S = 5.0
 _CLIENT_HEARTBEAT_S = 5.0
 _TELL_S = 60.0
+_MOMENT_S = 0.5
 
 
 class EpisodeNotEnded(UserWarning):
@@ -268,7 +269,8 @@ class AsyncSwarmClient:
 
         Raises:
             TimeoutError: none within `timeout_s`.
-            StartFailed: the server failed meanwhile.
+            StartFailed: the training failed meanwhile.
+            NotStarted: it was stopped, or a new server process has no training.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -278,11 +280,20 @@ class AsyncSwarmClient:
                 return records
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"no step after {after} within {timeout_s:g} s; ask swarm.pool() what it waits for")
-            _raise_if_failed(await self.status())
+            status = await self.status()
+            _raise_if_failed(status)
+            if status.state is EngineState.OFFLINE:
+                raise NotStarted(f"the server was stopped before step {after + 1}")
+            if status.state is EngineState.STOPPING:
+                await asyncio.sleep(_MOMENT_S)
 
     def events(self, after: int = 0) -> AsyncIterator[Event]:
         """Events as they happen, oldest first; goes on until closed, through reconnects."""
         return self._transport.events(after)
+
+    async def events_so_far(self, after: int = 0) -> list[Event]:
+        """The events up to now."""
+        return await self._transport.get("/v1/events", list[Event], after=after)
 
     async def checkpoints(self) -> list[CheckpointView]:
         return await self._transport.get("/v1/checkpoints", list[CheckpointView])
@@ -630,6 +641,10 @@ class SwarmClient:
                 yield self._loop.wait(_next(stream))
         finally:
             self._loop.wait(_close(stream))
+
+    def events_so_far(self, after: int = 0) -> list[Event]:
+        """The events up to now."""
+        return self._loop.wait(self._client.events_so_far(after))
 
     def checkpoints(self) -> list[CheckpointView]:
         return self._loop.wait(self._client.checkpoints())

@@ -312,9 +312,13 @@ class Feeder:
         while self._step < self._goal:
             try:
                 records = await self._client.wait_step(self._step, timeout_s=_STEP_POLL_S)
+            except NotStarted:
+                await self._client.restart_if_lost()
+                continue
             except TimeoutError:
                 status = await self._client.status()
-                if status.step < self._step:
+                # While it boots, a recovered server trains again what it had trained after its checkpoint.
+                if status.state is EngineState.ROLLING and status.step < self._step:
                     log.warning("the server went back from step %d to step %d", self._step, status.step)
                     self._step = self._planned_step = status.step
                     self._stepped.set()

@@ -97,7 +97,7 @@ class Transport:
     ) -> T:
         # Not httpx's own encoder: it refuses NaN, which the server must see to say what is wrong with it.
         content = json.dumps(body.model_dump()) if body else None
-        headers = {"Content-Type": "application/json"} if body else {}
+        headers = {"Accept": "application/json"} | ({"Content-Type": "application/json"} if body else {})
         began = time.monotonic()
         for pause_s in _pauses():
             try:
