@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgpack
 
@@ -907,7 +907,7 @@ def pack_finished(finished: FinishedEpisode) -> bytes:
         "version": finished.weight_version,
         "samples": [_pack_sample(s) for s in finished.samples],
     }
-    return zlib.compress(msgpack.packb(record), 1)
+    return zlib.compress(cast(bytes, msgpack.packb(record)), 1)
 
 
 def unpack_finished(blob: bytes) -> FinishedEpisode:
