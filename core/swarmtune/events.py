@@ -1,8 +1,9 @@
-"""The event log: every event of the server once, numbered without a gap, in memory, in the run's files, to every listener.
+"""The event log: every event of the server once, numbered without a gap, in memory, in the run's files, to every
+listener.
 
-Owns the sequence number. What always holds: numbers rise by one; a listener that asks for events after `k` gets each later
-one once and in order; events of a run are in its journal and its events.jsonl, late by at most the writer's queue. Events
-are a report, not a promise: when the disk refuses one, it is counted and the server goes on.
+Owns the sequence number. What always holds: numbers rise by one; a listener that asks for events after `k` gets each
+later one once and in order; events of a run are in its journal and its events.jsonl, late by at most the writer's
+queue. Events are a report, not a promise: when the disk refuses one, it is counted and the server goes on.
 """
 
 from __future__ import annotations
@@ -109,4 +110,3 @@ class EventLog:
             except (JournalError, OSError) as error:
                 self.lost += len(events)
                 log.warning("events not written", extra={"events": len(events), "reason": str(error)})
-

@@ -1,11 +1,12 @@
 """Scripted answers and a pretend update behind the backend contract: no torch, a real tokenizer, real token ids.
 
-What it promises: the same request and script give the same tokens and logprobs; an update changes nothing but the weight
-version and the list of episodes it has seen, and `save` writes that list, so that a test can prove from a checkpoint which
-episodes the weights contain. It can be told to lose itself or to fail, as a real engine process does.
+What it promises: the same request and script give the same tokens and logprobs; an update changes nothing but the
+weight version and the list of episodes it has seen, and `save` writes that list, so that a test can prove from a
+checkpoint which episodes the weights contain. It can be told to lose itself or to fail, as a real engine process
+does.
 
-Answers come from `engine.script`, a `module:function` taking (messages, request index) and returning text; without one the
-last user message is echoed.
+Answers come from `engine.script`, a `module:function` taking (messages, request index) and returning text; without
+one the last user message is echoed.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class ScriptedBackend:
         self.cancelled = 0
         """Generations closed before their last chunk."""
 
-    # -- what tests ask for ---------------------------------------------------------------------------------------------
+    # -- what tests ask for
 
     def lose(self, reason: str = "told to") -> None:
         """Die as an engine process does: every call, now and later, raises BackendLost until the next start."""
@@ -133,7 +134,7 @@ class ScriptedBackend:
         """Episodes the pretend weights contain, in order of training."""
         return list(self._trained)
 
-    # -- the contract ---------------------------------------------------------------------------------------------------
+    # -- the contract
 
     async def start(self, config: TrainConfig, *, work_dir: Path, resume: Path | None) -> BackendInfo:
         self._raise_planned()
@@ -226,7 +227,7 @@ class ScriptedBackend:
     async def stop(self, *, grace_s: float = 10.0) -> None:
         self.lose("stopped")
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _answer(self, text: str, sampling: SamplingParams) -> tuple[list[int], FinishReason, str | None]:
         """Token ids of `text` with its end token, cut by stop strings and the token limit."""
@@ -273,9 +274,7 @@ class ScriptedBackend:
 
 
 def _alternatives(ids: Sequence[int], logprobs: Sequence[float], k: int) -> list[dict[int, float]]:
-    return [
-        {token: lp} | {token + n: lp - n for n in range(1, k)} for token, lp in zip(ids, logprobs, strict=True)
-    ]
+    return [{token: lp} | {token + n: lp - n for n in range(1, k)} for token, lp in zip(ids, logprobs, strict=True)]
 
 
 def model_folder(model: str) -> Path:

@@ -93,6 +93,6 @@ def refuse_open_bind(host: str, *, has_control_key: bool) -> None:
     """
     if not has_control_key and not is_loopback(host):
         raise BindRefused(
-            f"--host {host} lets other machines in, and there is no control key; set one in an environment variable and "
-            "name it with --control-key-env, or listen on 127.0.0.1"
+            f"--host {host} lets other machines in, and there is no control key; set one in an environment variable "
+            "and name it with --control-key-env, or listen on 127.0.0.1"
         )

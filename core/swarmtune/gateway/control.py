@@ -1,7 +1,7 @@
 """Control and client routes: JSON in, JSON out, refusals as `{"error": {code, message, …}}`. docs/api.md lists them.
 
-Reads and checks requests, asks the server, writes answers. Decides nothing about training. What changes state runs to its
-end even when the client hangs up.
+Reads and checks requests, asks the server, writes answers. Decides nothing about training. What changes state runs to
+its end even when the client hangs up.
 """
 
 from __future__ import annotations
@@ -214,11 +214,13 @@ class ControlRoutes:
                 return await handler(request)
             except web.HTTPException:
                 raise
-            except Exception as error:  # noqa: BLE001 - the boundary: expected errors get their code, others a 500
+            except Exception as error:
                 body = refusal_of(error)
                 if body is None:
                     log.exception("control route failed", extra={"path": request.path})
-                    body = ErrorBody(code=Code.INTERNAL, message=f"{type(error).__name__}: {error}; see the server's log")
+                    body = ErrorBody(
+                        code=Code.INTERNAL, message=f"{type(error).__name__}: {error}; see the server's log"
+                    )
                 return error_response(body)
 
         return guarded

@@ -1,8 +1,8 @@
 """The dialect contract: one wire format of model calls ↔ the gateway's own words.
 
-A dialect decodes a body into a `ModelCall`, and encodes answers, stream events and refusals in its API's own grammar. It
-does no I/O, keeps no state between calls, and knows nothing of episodes, trackers or engines. A new wire format is one file
-in `dialects/` and one line in `DIALECTS`.
+A dialect decodes a body into a `ModelCall`, and encodes answers, stream events and refusals in its API's own grammar.
+It does no I/O, keeps no state between calls, and knows nothing of episodes, trackers or engines. A new wire format is
+one file in `dialects/` and one line in `DIALECTS`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class CallInfo:
 
 
 class StreamEncoder(Protocol):
-    """Server-sent events of one call. `choice` counts answers over all prompts. Every method returns bytes to be written."""
+    """Server-sent events of one call, as bytes to be written. `choice` counts answers over all prompts."""
 
     def delta(self, choice: int, delta: Delta) -> bytes: ...
 

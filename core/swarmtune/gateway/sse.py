@@ -36,7 +36,7 @@ async def kept_alive(response: web.StreamResponse, every_s: float = KEEP_ALIVE_S
 
 
 class Heartbeat:
-    """Writes for the caller and remembers when, so that the timer only speaks into silence. One timer, no task per event."""
+    """Writes for the caller and remembers when, so that its one timer speaks into silence only."""
 
     def __init__(self, response: web.StreamResponse, every_s: float) -> None:
         self._response = response

@@ -41,11 +41,11 @@ _ROLES: dict[str, Role] = {
     "function": "tool",
 }
 _UNDERSTOOD = frozenset(
-    "model messages tools tool_choice parallel_tool_calls temperature top_p top_k max_tokens max_completion_tokens stop "
-    "stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format frequency_penalty "
+    "model messages tools tool_choice parallel_tool_calls temperature top_p top_k max_tokens max_completion_tokens "
+    "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format frequency_penalty "
     "presence_penalty repetition_penalty length_penalty min_p min_tokens logit_bias use_beam_search bad_words".split()
 )
-_CALL_ID = re.compile(r"call_([0-9a-f]{24})_\d+\Z")
+_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+\Z")
 
 
 def call_id(turn_id: str, index: int) -> str:
@@ -143,10 +143,7 @@ class ChatStream:
         return self._chunk(choice, said, logprobs=list(delta.logprobs))
 
     def finish(self, choice: int, answer: Answer) -> bytes:
-        calls = [
-            {"index": at} | called
-            for at, called in enumerate(_assistant(answer.message).get("tool_calls", ()))
-        ]
+        calls = [{"index": at} | called for at, called in enumerate(_assistant(answer.message).get("tool_calls", ()))]
         events = b"".join(self._chunk(choice, {"tool_calls": [called]}) for called in calls)
         return events + self._chunk(choice, {}, finish=_finish(answer))
 
@@ -156,11 +153,17 @@ class ChatStream:
         return event(self._head | {"choices": [], "usage": usage(answers, self._call.n)}) + DONE
 
     def _chunk(
-        self, choice: int, said: dict[str, Any], *, finish: str | None = None, logprobs: list[TokenLogprob] | None = None
+        self,
+        choice: int,
+        said: dict[str, Any],
+        *,
+        finish: str | None = None,
+        logprobs: list[TokenLogprob] | None = None,
     ) -> bytes:
+        opening = b""
         if choice not in self._opened:
             self._opened.add(choice)
-            said = {"role": "assistant", "content": "", **said}
+            opening = self._chunk(choice, {"role": "assistant", "content": ""})
         payload: dict[str, Any] = self._head | {
             "choices": [
                 {
@@ -173,7 +176,7 @@ class ChatStream:
         }
         if self._call.include_usage:
             payload["usage"] = None
-        return event(payload)
+        return opening + event(payload)
 
 
 def _message(item: Any, name: str) -> Message:

@@ -121,7 +121,11 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
     """One text, one list of token ids, or a list of either."""
     if isinstance(value, str) or _is_ids(value):
         return (value,)
-    if isinstance(value, list) and 0 < len(value) <= MAX_PROMPTS and all(isinstance(v, str) or _is_ids(v) for v in value):
+    if (
+        isinstance(value, list)
+        and 0 < len(value) <= MAX_PROMPTS
+        and all(isinstance(v, str) or _is_ids(v) for v in value)
+    ):
         return tuple(value)
     raise malformed("prompt", f"must be a string, token ids, or a list of up to {MAX_PROMPTS} of either")
 

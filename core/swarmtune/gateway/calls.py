@@ -1,0 +1,485 @@
+"""Model routes: the journey of one call, from an episode's key to recorded tokens.
+
+key → episode → dialect decodes → tracker prepares → engine generates → dialect encodes → tracker commits → delivered.
+
+What always holds: an answer is committed before its last byte is sent and marked delivered after; a client that hangs
+up cancels its generation, and what it did not get whole is never trained; a stream ends with its end mark or with the
+dialect's error event, never in silence; calls of a live episode wait while weights change or a lost engine comes
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import orjson
+from aiohttp import web
+
+from swarmtune.backend import BackendLost, ContextOverflow, GenerateFailed, RequestRefused
+from swarmtune.config import SamplingConfig
+from swarmtune.episodes import Episode, EpisodeError, UnknownEpisode
+from swarmtune.gateway.answers import LogprobTexts, certain_length, cut_at, whole_message
+from swarmtune.gateway.auth import Keyring, bearer_key
+from swarmtune.gateway.control import STATUS, ControlRefused
+from swarmtune.gateway.dialect import Answer, CallInfo, Delta, Dialect, ModelCall, Refused, StreamEncoder, TokenLogprob
+from swarmtune.gateway.dialects import DIALECTS
+from swarmtune.gateway.sse import Heartbeat, kept_alive, open_stream
+from swarmtune.protocol import Code
+from swarmtune.rendering.renderer import Renderer, TemplateRefused
+from swarmtune.run import Run, Session
+from swarmtune.tracker import PreparedTurn
+from swarmtune.types import FinishReason, GenerateRequest, Message, Reply, SamplingParams
+
+if TYPE_CHECKING:
+    from swarmtune.server import SwarmServer
+
+log = logging.getLogger(__name__)
+
+Speak = Callable[[int, Delta], Awaitable[None]]
+"""Tell the client what became certain of an answer."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a call: what is asked of the engine, and what has come of it."""
+
+    turn: PreparedTurn
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.ABORTED
+    stop_string: str | None = None
+    told: int = 0
+    """Characters of content given out."""
+
+    def forget(self) -> None:
+        """What was sampled so far is lost with its engine."""
+        self.token_ids, self.logprobs, self.versions, self.top = [], [], [], []
+
+
+class ModelRoutes:
+    def __init__(self, server: SwarmServer, keys: Keyring) -> None:
+        self._server = server
+        self._keys = keys
+        self._texts: LogprobTexts | None = None
+        self._texts_of: Renderer | None = None
+
+    def add_to(self, app: web.Application) -> None:
+        for path, dialect in DIALECTS.items():
+            app.router.add_post(f"/v1/{path}", self._handler(dialect()))
+        app.router.add_get("/v1/models", self.models, allow_head=False)
+        app.router.add_get("/v1/models/{name:.+}", self.model, allow_head=False)
+
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await self._serve(dialect, request)
+            except Exception as error:  # noqa: BLE001 - the boundary: every refusal is told in the dialect's own form
+                refusal = as_refusal(error)
+                return web.Response(
+                    body=orjson.dumps(dialect.error(refusal)),
+                    status=refusal.status,
+                    headers=refusal.headers(),
+                    content_type="application/json",
+                )
+
+        return handle
+
+    # -- one call
+
+    async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        run, episode = self._episode_of(request)
+        session = run.session(episode)
+        call = dialect.decode(read_body(await request.read()), request.headers)
+        run.book.begin_call(episode)
+        position = episode.calls - 1
+        sampled = 0
+        try:
+            choices = self._prepare(run, session, call, position)
+            session.note(choices[0].turn.turn_id, call.dialect, call.sampling.said(), choices[0].sampling, call.ignored)
+            info = CallInfo(
+                response_id=choices[0].turn.turn_id,
+                model=call.model or (run.info.model_name if run.info else ""),
+                created=int(time.time()),
+                prompt_tokens=len(choices[0].turn.prompt),
+            )
+            exchange = Exchange(self._server, run, episode, session, call, info, choices, self._logprob_texts(run))
+            try:
+                if call.stream:
+                    return await exchange.stream(dialect, request)
+                return await exchange.whole(dialect, request)
+            finally:
+                sampled = exchange.close()
+        finally:
+            run.book.finish_call(episode, sampled)
+
+    def _episode_of(self, request: web.Request) -> tuple[Run, Episode]:
+        key = bearer_key(request.headers)
+        if key is None:
+            raise Refused(
+                Code.UNAUTHORIZED,
+                "no key: send the episode's api_key as `Authorization: Bearer`",
+                status=401,
+                retry=False,
+            )
+        run = self._server.live_run()
+        try:
+            return run, run.book.by_key(key)
+        except UnknownEpisode:
+            if self._keys.knows(key):
+                raise Refused(
+                    Code.FORBIDDEN,
+                    "this is a key of the server, not of an episode: claim one (POST /v1/episodes) and use its api_key",
+                    status=403,
+                    retry=False,
+                ) from None
+            raise
+
+    def _prepare(self, run: Run, session: Session, call: ModelCall, position: int) -> list[Choice]:
+        """Prompts and sampling of every answer. Changes nothing.
+
+        Raises:
+            Refused, TemplateRefused
+        """
+        assert run.info is not None and run.renderer is not None
+        retry = call.retry_count > 0
+        if call.prompts:
+            ids = [p if isinstance(p, list) else run.renderer.encode(p) for p in call.prompts]
+            turns = [session.tracker.prepare_tokens(prompt, retry=retry) for prompt in ids]
+        else:
+            turns = [session.tracker.prepare(call.messages, call.tools, retry=retry)]
+        choices = []
+        for turn in turns:
+            room = run.info.context_length - len(turn.prompt)
+            if room < 1:
+                raise Refused(
+                    Code.CONTEXT_LENGTH,
+                    f"This model's maximum context length is {run.info.context_length} tokens. However, your messages "
+                    f"resulted in {len(turn.prompt)} tokens. Please reduce the length of the messages.",
+                    param="prompt" if call.prompts else "messages",
+                    retry=False,
+                )
+            for n in range(call.n):
+                seed = session.seed_for(position, len(choices))
+                sampling = resolve_sampling(call, session.sampling, run.renderer.stop_token_ids, room, seed)
+                again = turn if n == 0 else replace(turn, turn_id=uuid4().hex, redelivery=None)
+                choices.append(Choice(again, sampling))
+        return choices
+
+    def _logprob_texts(self, run: Run) -> LogprobTexts:
+        assert run.renderer is not None
+        if self._texts is None or self._texts_of is not run.renderer:
+            self._texts, self._texts_of = LogprobTexts(run.renderer), run.renderer
+        return self._texts
+
+    # -- models
+
+    async def models(self, request: web.Request) -> web.Response:
+        return self._about_models(request, None)
+
+    async def model(self, request: web.Request) -> web.Response:
+        return self._about_models(request, request.match_info["name"])
+
+    def _about_models(self, request: web.Request, name: str | None) -> web.Response:
+        dialect = next(iter(DIALECTS.values()))()
+        try:
+            key = bearer_key(request.headers)
+            if key is None or not self._keys.knows(key):
+                self._episode_of(request)
+            run = self._server.live_run()
+            served = run.info.model_name if run.info is not None else run.config.model
+            entry = {"id": name or served, "object": "model", "created": int(run.started_at), "owned_by": "swarmtune"}
+            payload = (
+                entry
+                if name
+                else {"object": "list", "data": [entry], "first_id": served, "last_id": served, "has_more": False}
+            )
+            return web.json_response(payload)
+        except (Refused, ControlRefused, EpisodeError) as error:
+            refusal = as_refusal(error)
+            return web.json_response(dialect.error(refusal), status=refusal.status, headers=refusal.headers())
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One call between its episode and its client, once it is understood."""
+
+    server: SwarmServer
+    run: Run
+    episode: Episode
+    session: Session
+    call: ModelCall
+    info: CallInfo
+    choices: list[Choice]
+    texts: LogprobTexts
+    committed: list[Choice] = field(default_factory=list)
+    delivered: bool = False
+
+    @property
+    def renderer(self) -> Renderer:
+        assert self.run.renderer is not None
+        return self.run.renderer
+
+    async def whole(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        await self._generate_all(None)
+        answers = self._commit_all()
+        body = orjson.dumps(dialect.whole(self.call, self.info, answers))
+        response = web.Response(body=body, content_type="application/json")
+        await response.prepare(request)
+        await response.write_eof()
+        self._delivered()
+        return response
+
+    async def stream(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        response = await open_stream(request)
+        encoder = dialect.stream(self.call, self.info)
+        async with kept_alive(response) as heartbeat:
+            try:
+                await self._generate_all(self._speaker(encoder, heartbeat))
+                answers = self._commit_all()
+                await self._finish_stream(encoder, heartbeat, answers)
+                self._delivered()
+            except (ConnectionError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # noqa: BLE001 - a stream never breaks off in silence
+                await heartbeat.write(dialect.error_event(as_refusal(error)))
+        await response.write_eof()
+        return response
+
+    def _speaker(self, encoder: StreamEncoder, heartbeat: Heartbeat) -> Speak:
+        async def speak(index: int, delta: Delta) -> None:
+            await heartbeat.write(encoder.delta(index, delta))
+
+        return speak
+
+    async def _finish_stream(self, encoder: StreamEncoder, heartbeat: Heartbeat, answers: Sequence[Answer]) -> None:
+        """What deltas have not said, then the end mark."""
+        out = b""
+        for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
+            rest = Delta(
+                answer.message.content[choice.told :], answer.message.reasoning or "", self._untold(choice, answer)
+            )
+            if rest.content or rest.reasoning or rest.logprobs:
+                out += encoder.delta(index, rest)
+            out += encoder.finish(index, answer)
+        await heartbeat.write(out + encoder.close(answers))
+
+    def _untold(self, choice: Choice, answer: Answer) -> tuple[TokenLogprob, ...]:
+        """A redelivered answer's logprobs: no chunk has told them."""
+        return tuple(answer.logprobs or ()) if choice.turn.redelivery is not None else ()
+
+    # -- generating
+
+    async def _generate_all(self, speak: Speak | None) -> None:
+        if len(self.choices) == 1:
+            await self._generate(0, self.choices[0], speak)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, choice in enumerate(self.choices):
+                    group.create_task(self._generate(index, choice, speak))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _generate(self, index: int, choice: Choice, speak: Speak | None) -> None:
+        """Sample one answer. With the engine lost before anything was told, it is sampled anew once that is back."""
+        if choice.turn.redelivery is not None:
+            return
+        while True:
+            backend, life = await self.server.serving()
+            request = GenerateRequest(
+                choice.turn.turn_id, choice.turn.prompt.tolist(), choice.sampling, self.episode.episode_id
+            )
+            text = self.renderer.stream() if speak is not None else None
+            so_far = ""
+            chunks = backend.generate(request)
+            try:
+                async for chunk in chunks:
+                    choice.token_ids += chunk.token_ids
+                    choice.logprobs += chunk.logprobs
+                    choice.versions += [chunk.weight_version] * len(chunk.token_ids)
+                    if chunk.top_logprobs:
+                        choice.top += chunk.top_logprobs
+                    if text is not None and speak is not None:
+                        so_far += text.push(chunk.token_ids)
+                        await self._tell(index, choice, so_far, len(chunk.token_ids), speak)
+                    if chunk.finish_reason is not None:
+                        choice.finish_reason, choice.stop_string = chunk.finish_reason, chunk.stop_string
+                if choice.finish_reason is FinishReason.ABORTED:
+                    raise Refused(
+                        Code.ENGINE_LOST, "the engine gave this answer up; ask again", status=503, retry_after_s=1.0
+                    )
+                return
+            except BackendLost as lost:
+                if choice.told:
+                    raise Refused(
+                        Code.ENGINE_LOST,
+                        f"the engine was lost in the middle of this answer: {lost}",
+                        status=503,
+                        retry_after_s=5.0,
+                    ) from lost
+                choice.forget()
+                self.server.report_lost(life, str(lost))
+            finally:
+                await close_generation(chunks)
+
+    async def _tell(self, index: int, choice: Choice, so_far: str, fresh: int, speak: Speak) -> None:
+        """Give out what is certain."""
+        limit = (
+            len(so_far)
+            if self.call.prompts and not choice.sampling.stop
+            else certain_length(so_far, choice.sampling.stop)
+        )
+        logprobs = self._logprobs(choice, len(choice.token_ids) - fresh) if self.call.logprobs else ()
+        if limit > choice.told or logprobs:
+            delta = Delta(content=so_far[choice.told : limit], logprobs=tuple(logprobs))
+            choice.told = max(limit, choice.told)
+            await speak(index, delta)
+
+    def _logprobs(self, choice: Choice, start: int = 0) -> list[TokenLogprob]:
+        top = choice.top[start:] if choice.top else None
+        return self.texts.entries(choice.token_ids[start:], choice.logprobs[start:], top)
+
+    # -- recording
+
+    def _commit_all(self) -> list[Answer]:
+        """The answers, in the episode's tree from here on; nothing is committed of an episode that is over.
+
+        Raises:
+            EpisodeError
+        """
+        if not self.episode.is_open:
+            self.run.book.by_key(self.episode.key or "")
+        return [self._commit(choice) for choice in self.choices]
+
+    def _commit(self, choice: Choice) -> Answer:
+        again = choice.turn.redelivery
+        if again is not None:
+            choice.token_ids, choice.logprobs = again.token_ids, again.logprobs
+            choice.finish_reason = again.finish_reason
+            message = again.message or Message("assistant", again.text)
+        else:
+            text = self.renderer.decode(choice.token_ids)
+            message = self._message(choice, text)
+            reply = Reply(
+                choice.token_ids, choice.logprobs, choice.versions, choice.finish_reason, text=text, message=message
+            )
+            self.session.tracker.commit(
+                choice.turn, reply, delivered=False, temperature=choice.sampling.temperature or 1.0
+            )
+        self.committed.append(choice)
+        return Answer(
+            turn_id=choice.turn.turn_id,
+            message=message,
+            finish_reason=choice.finish_reason,
+            prompt_tokens=len(choice.turn.prompt),
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=choice.turn.base.length if choice.turn.base is not None else 0,
+            stop_string=choice.stop_string,
+            logprobs=self._logprobs(choice) if self.call.logprobs else None,
+        )
+
+    def _message(self, choice: Choice, text: str) -> Message:
+        if self.call.prompts:
+            return Message("assistant", cut_at(text, choice.stop_string), turn_id=choice.turn.turn_id)
+        return whole_message(
+            self.renderer,
+            choice.token_ids,
+            text,
+            choice.turn.turn_id,
+            self.call.tools,
+            choice.sampling.stop,
+            choice.stop_string,
+            one_call=not self.call.parallel_tool_calls,
+        )
+
+    def _delivered(self) -> None:
+        for choice in self.committed:
+            self.session.tracker.mark_delivered(choice.turn.turn_id)
+        self.delivered = True
+
+    def close(self) -> int:
+        """Sampled tokens that were committed; what was not is counted as lost to a client that hung up or an error."""
+        for choice in self.choices:
+            if choice not in self.committed and choice.turn.redelivery is None:
+                self.session.tracker.discard(choice.turn, "not_delivered")
+        return sum(len(c.token_ids) for c in self.committed if c.turn.redelivery is None)
+
+
+# -- helpers
+
+
+async def close_generation(chunks: Any) -> None:
+    """Closing the iterator cancels the generation."""
+    await chunks.aclose()
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """Raises:
+    Refused: not a JSON object.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refused(Code.BAD_REQUEST, f"the body is not JSON: {error}", retry=False) from None
+    if not isinstance(body, dict):
+        raise Refused(Code.BAD_REQUEST, f"the body must be a JSON object, not {type(body).__name__}", retry=False)
+    return body
+
+
+def resolve_sampling(
+    call: ModelCall, episode: SamplingConfig, stop_token_ids: tuple[int, ...], room: int, seed: int | None
+) -> SamplingParams:
+    """What the engine is asked: the request's wishes over the episode's, unless those are pinned; limits clamped."""
+    asked = call.sampling
+    free = not episode.pinned
+    stop = asked.stop if free and asked.stop is not None else tuple(episode.stop)
+    top_k = asked.top_k if free and asked.top_k is not None else episode.top_k
+    return SamplingParams(
+        max_tokens=min(asked.max_tokens or episode.max_tokens, episode.max_tokens, room),
+        temperature=asked.temperature if free and asked.temperature is not None else episode.temperature,
+        top_p=(asked.top_p or 1e-6) if free and asked.top_p is not None else episode.top_p,
+        top_k=max(0, top_k),
+        stop=stop,
+        stop_token_ids=stop_token_ids + (asked.stop_token_ids if free else ()),
+        seed=asked.seed if free and asked.seed is not None else seed,
+        top_logprobs=call.top_logprobs,
+        ignore_eos=asked.ignore_eos and free,
+    )
+
+
+def as_refusal(error: Exception) -> Refused:
+    """Any error of a call, as the refusal its client is told."""
+    match error:
+        case Refused():
+            return error
+        case TemplateRefused():
+            message = f"the model's chat template does not take this conversation: {error}"
+            return Refused(Code.TEMPLATE_REFUSED, message, param="messages", retry=False)
+        case UnknownEpisode():
+            return Refused(
+                Code.UNAUTHORIZED, "no episode has this key: claim one (POST /v1/episodes)", status=401, retry=False
+            )
+        case EpisodeError():
+            return Refused(error.code, str(error), status=STATUS.get(error.code, 410), retry=False)
+        case ControlRefused():
+            body = error.body
+            waits = body.retry_after_s is not None
+            return Refused(body.code, body.message, status=503, retry_after_s=body.retry_after_s, retry=waits)
+        case ContextOverflow():
+            return Refused(Code.CONTEXT_LENGTH, str(error), param="messages", retry=False)
+        case RequestRefused():
+            return Refused(Code.BAD_REQUEST, str(error), retry=False)
+        case GenerateFailed():
+            return Refused(Code.INTERNAL, f"the engine failed on this request: {error}", status=500)
+        case _:
+            log.error("call failed", exc_info=error)
+            return Refused(Code.INTERNAL, f"{type(error).__name__}: {error}; see the server's log", status=500)

@@ -1,0 +1,478 @@
+"""One training: its folder on disk and its parts in memory.
+
+    <data-dir>/runs/0001/   config.json · journal.db · metrics.jsonl · events.jsonl · checkpoints/step-000005/ · engine/
+
+Owns the run's journal, episode book, clients, pool, step records and checkpoint list. What always holds: a run that
+was opened from its folder stands where its last complete checkpoint stands, with the batches trained since to be
+trained again. Knows nothing of HTTP and starts no process; the server drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from swarmtune.backend import Backend, BackendInfo
+from swarmtune.clients import ClientRegistry
+from swarmtune.config import SamplingConfig, TrainConfig
+from swarmtune.episodes import Episode, EpisodeBook
+from swarmtune.journal import (
+    BatchPlanned,
+    BatchTrained,
+    CheckpointRemoved,
+    CheckpointSaved,
+    EpisodesDropped,
+    Journal,
+    Recovery,
+)
+from swarmtune.merger import ConservationViolated, MergeReport, check_conservation, merge
+from swarmtune.pool import Dropped, SamplePool
+from swarmtune.protocol import CheckpointView, StepRecord
+from swarmtune.rendering.renderer import Renderer
+from swarmtune.tracker import Tracker
+from swarmtune.types import FinishedEpisode, Sample, SamplingParams, StepResult, TrainBatch
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_REPORTS = 500
+"""Merge reports kept of episodes that are over."""
+
+_CHECKPOINT = re.compile(r"step-(\d{6,})\Z")
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds a step took."""
+
+    rollout_s: float
+    update_s: float
+    step_s: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened to episodes since the last step."""
+
+    ended: int = 0
+    aborted: int = 0
+    expired: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """What a call asked for and what was used."""
+
+    turn_id: str
+    dialect: str
+    asked: dict[str, Any]
+    used: SamplingParams
+    ignored: tuple[str, ...]
+    """Fields of the request without effect."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What an open episode's calls need and leave."""
+
+    tracker: Tracker
+    sampling: SamplingConfig
+    """The configuration's, with the claim's overrides."""
+    seed: int | None
+    turns: list[TurnRecord] = field(default_factory=list)
+
+    def seed_for(self, position: int, choice: int) -> int | None:
+        """The seed of a call that asks for none: from the claim's, the call's position, and which of its answers."""
+        if self.seed is None:
+            return None
+        digest = hashlib.blake2b(f"{self.seed}/{position}/{choice}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) >> 1
+
+    def note(
+        self, turn_id: str, dialect: str, asked: dict[str, Any], used: SamplingParams, ignored: tuple[str, ...]
+    ) -> None:
+        """Record a call; what equals the call before is shared with it."""
+        if self.turns:
+            last = self.turns[-1]
+            asked = last.asked if last.asked == asked else asked
+            used = last.used if last.used == used else used
+            ignored = last.ignored if last.ignored == ignored else ignored
+        self.turns.append(TurnRecord(turn_id, dialect, asked, used, ignored))
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """An episode's rows; `problem` says why they must not train."""
+
+    samples: list[Sample]
+    report: MergeReport
+    problem: str | None
+
+
+class Run:
+    def __init__(self, folder: Path, config: TrainConfig, journal: Journal) -> None:
+        self.folder = folder
+        self.config = config
+        self.journal = journal
+        batching = config.batching
+        self.clients = ClientRegistry(batching, config.batch_tasks, time.monotonic)
+        self.book = EpisodeBook(time.monotonic, max_open=batching.max_open_episodes)
+        self.pool = SamplePool(
+            batching,
+            batch_tasks=config.batch_tasks,
+            repeats=config.repeats,
+            clients=self.clients,
+            book=self.book,
+            clock=time.monotonic,
+        )
+        self.started_at = time.time()
+        self._sessions: dict[str, Session] = {}
+        """By episode id; open episodes that made a call."""
+        self._reports: dict[str, dict[str, Any]] = {}
+        """Episode id → merge report, of the last episodes that ended."""
+        self.records: list[StepRecord] = []
+        self.checkpoints: list[CheckpointView] = []
+        self.unsaved: list[TrainBatch] = []
+        """Batches since the last checkpoint, in order: what a backend that was lost must train again."""
+        self.merge_counts: dict[str, dict[str, float]] = {}
+        """Episode id → numbers of its merge, until its step."""
+        self.tally = Tally()
+        self.last_seq = 0
+        self.step = 0
+        self.weight_version = 0
+        self.info: BackendInfo | None = None
+        self.renderer: Renderer | None = None
+
+    # -- opening and closing
+
+    @classmethod
+    def create(cls, runs: Path, config: TrainConfig) -> Self:
+        """A new run in the next free folder under `runs`.
+
+        Raises:
+            JournalError, OSError: no space, or not writable.
+        """
+        numbers = [int(p.name) for p in runs.glob("[0-9]*") if p.name.isdecimal()] if runs.exists() else []
+        folder = runs / f"{max(numbers, default=0) + 1:04d}"
+        folder.mkdir(parents=True)
+        resolved = config.model_dump(mode="json")
+        (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        return cls(folder, config, Journal.create(folder / "journal.db", config=resolved))
+
+    @classmethod
+    def resume(cls, folder: Path) -> Self:
+        """An earlier run, standing at its last complete checkpoint.
+
+        Raises:
+            JournalError: the journal cannot be read, or does not fit the checkpoints.
+            ConfigError: it was written by a version with other keys.
+        """
+        journal = Journal.open(folder / "journal.db")
+        try:
+            on_disk = find_checkpoints(folder)
+            recovery = journal.recover(checkpoint_step=max(on_disk, default=0))
+            run = cls(folder, TrainConfig.from_dict(recovery.config), journal)
+            run._restore(recovery, on_disk)
+        except BaseException:
+            journal.close()
+            raise
+        return run
+
+    @staticmethod
+    def stored_config(folder: Path) -> TrainConfig | None:
+        """The configuration a run folder was made with; None when there is no run to resume."""
+        path = folder / "config.json"
+        if not path.is_file() or not (folder / "journal.db").is_file():
+            return None
+        return TrainConfig.from_dict(json.loads(path.read_text()))
+
+    def _restore(self, recovery: Recovery, on_disk: dict[int, Path]) -> None:
+        for episode in recovery.closed:
+            self.book.restore(episode)
+        for name, share in recovery.clients.items():
+            self.clients.register(name, share)
+        for finished in recovery.pooled:
+            self.pool.add(finished)
+        self.records = list(recovery.steps)
+        known = {view.step: view for view in recovery.checkpoints}
+        self.checkpoints = [known.get(step) or describe_checkpoint(step, on_disk[step]) for step in sorted(on_disk)]
+        self.unsaved = list(recovery.batches)
+        self.last_seq = recovery.last_seq
+        self.step = self.weight_version = recovery.step
+        keep_metrics(self.folder / "metrics.jsonl", up_to_step=recovery.step)
+
+    def close(self) -> None:
+        self.journal.close()
+
+    # -- calls
+
+    def session(self, episode: Episode) -> Session:
+        """What the episode's calls share; made at the first one."""
+        session = self._sessions.get(episode.episode_id)
+        if session is None:
+            assert self.renderer is not None
+            overrides = dict(episode.sampling)
+            seed = overrides.pop("seed", None)
+            session = self._sessions[episode.episode_id] = Session(
+                Tracker(episode.episode_id, self.renderer, history=self.config.history),
+                SamplingConfig.model_validate(self.config.sampling.model_dump() | overrides),
+                seed,
+            )
+        return session
+
+    def forget_session(self, episode_id: str) -> None:
+        self._sessions.pop(episode_id, None)
+
+    def merge(self, episode: Episode) -> Merged:
+        """The training rows of an episode's calls; changes nothing."""
+        tracker = self.session(episode).tracker
+        side_calls = self.config.train_side_calls
+        merged = merge(tracker, match=self.config.match, task_id=episode.task_id, include_side_calls=side_calls)
+        try:
+            check_conservation(tracker, merged.samples, include_side_calls=side_calls)
+        except ConservationViolated as violation:
+            return Merged(merged.samples, merged.report, violation.reason)
+        return Merged(merged.samples, merged.report, None)
+
+    def merge_report(self, episode: Episode) -> dict[str, Any]:
+        """How the episode's calls merge, and what each asked for and got. Kept for a while after its end.
+
+        Raises:
+            LookupError: it is over and its report is gone.
+        """
+        kept = self._reports.get(episode.episode_id)
+        if kept is not None:
+            return kept
+        if not episode.is_open:
+            raise LookupError(
+                f"{episode.episode_id}: no merge report; they are kept of the last {REMEMBERED_REPORTS} ended"
+            )
+        return self._report(episode, self.merge(episode))
+
+    def keep_report(self, episode: Episode, merged: Merged) -> None:
+        self._reports[episode.episode_id] = self._report(episode, merged)
+        while len(self._reports) > REMEMBERED_REPORTS:
+            del self._reports[next(iter(self._reports))]
+
+    def _report(self, episode: Episode, merged: Merged) -> dict[str, Any]:
+        turns = [asdict(turn) for turn in self.session(episode).turns]
+        return {"episode_id": episode.episode_id, **merged.report.to_dict(), "problem": merged.problem, "turns": turns}
+
+    # -- steps
+
+    @property
+    def next_step(self) -> int:
+        return self.step + 1
+
+    @property
+    def is_finished(self) -> bool:
+        limit = self.config.max_steps
+        return limit is not None and self.step >= limit
+
+    async def plan(self, batch: TrainBatch) -> None:
+        """The next step trains this batch, whatever happens to this process.
+
+        Raises:
+            JournalError: nothing is planned.
+        """
+        await self.journal.write(BatchPlanned.of(batch))
+        self.unsaved.append(batch)
+
+    async def record(self, batch: TrainBatch, result: StepResult, times: StepTimes) -> StepRecord:
+        """The step is trained: in the journal, in metrics.jsonl, and the pool knows the new weights.
+
+        Raises:
+            JournalError: the step is not recorded.
+        """
+        metrics = step_metrics(batch, self.merge_counts, self.tally, times) | result.metrics
+        metrics["weight_version"] = float(result.weight_version)
+        record = StepRecord(
+            step=batch.step, weight_version=result.weight_version, ended_at=time.time(), metrics=finite(metrics)
+        )
+        await self.journal.write(BatchTrained(record))
+        self.step, self.weight_version = batch.step, result.weight_version
+        self.records.append(record)
+        self.tally = Tally()
+        for episode in batch.episodes:
+            self.merge_counts.pop(episode.episode_id, None)
+        await self._drop_stale()
+        append_line(self.folder / "metrics.jsonl", {"step": record.step, **record.metrics})
+        return record
+
+    async def _drop_stale(self) -> None:
+        dropped = self.pool.advance(self.weight_version)
+        if dropped:
+            await self.note_dropped(dropped)
+
+    async def note_dropped(self, dropped: Iterable[Dropped]) -> None:
+        """Write down episodes that left the pool untrained.
+
+        Raises:
+            JournalError
+        """
+        by_reason: dict[str, list[str]] = {}
+        for item in dropped:
+            by_reason.setdefault(item.reason.value, []).append(item.episode_id)
+            self.merge_counts.pop(item.episode_id, None)
+        for reason, ids in by_reason.items():
+            self.tally.dropped[reason] += len(ids)
+        if by_reason:
+            await self.journal.write(*(EpisodesDropped(tuple(ids), reason) for reason, ids in by_reason.items()))
+
+    # -- checkpoints
+
+    @property
+    def last_checkpoint(self) -> CheckpointView | None:
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    def checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return self.step > self._saved_step and ((every > 0 and self.step % every == 0) or self.is_finished)
+
+    @property
+    def _saved_step(self) -> int:
+        return self.checkpoints[-1].step if self.checkpoints else 0
+
+    def needs_checkpoint(self) -> bool:
+        """Steps were trained since the last one."""
+        return self.step > self._saved_step
+
+    async def save_checkpoint(self, backend: Backend) -> CheckpointView:
+        """Save the weights of the current step, then remove checkpoints beyond keep_last.
+
+        Raises:
+            OSError, JournalError: nothing is lost; the previous checkpoint is intact.
+        """
+        path = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        await backend.save(path)
+        view = await asyncio.to_thread(describe_checkpoint, self.step, path)
+        await self.journal.write(CheckpointSaved(view))
+        self.checkpoints = [c for c in self.checkpoints if c.step != view.step] + [view]
+        self.unsaved = [batch for batch in self.unsaved if batch.step > view.step]
+        await self._remove_old()
+        return view
+
+    async def _remove_old(self) -> None:
+        keep = self.config.checkpoint.keep_last
+        old, self.checkpoints = self.checkpoints[:-keep], self.checkpoints[-keep:]
+        for view in old:
+            await asyncio.to_thread(shutil.rmtree, view.path, ignore_errors=True)
+        if old:
+            await self.journal.write(*(CheckpointRemoved(view.step) for view in old))
+
+
+# -- numbers
+
+
+def merge_numbers(report: MergeReport) -> dict[str, float]:
+    """A merge report as flat numbers that can be summed over a batch."""
+    numbers: dict[str, float] = {"calls": report.calls, "inexact_tokens": report.inexact_tokens}
+    numbers |= {f"rows_{policy}": count for policy, count in report.rows.items()}
+    numbers |= {f"tokens_{policy}": count for policy, count in report.tokens.items()}
+    numbers |= {f"left_out_{reason}": count for reason, count in report.left_out.items()}
+    numbers |= {f"break_{reason}": count for reason, count in Counter(b.reason.value for b in report.breaks).items()}
+    return numbers
+
+
+def step_metrics(
+    batch: TrainBatch, merge_counts: dict[str, dict[str, float]], tally: Tally, times: StepTimes
+) -> dict[str, float]:
+    """What the server knows of a step; the backend adds its own."""
+    rewards = [episode.reward for episode in batch.episodes]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0,
+        "reward/min": min(rewards, default=0.0),
+        "reward/max": max(rewards, default=0.0),
+        "episodes/trained": len(batch.episodes),
+        "episodes/tasks": len({e.task_id for e in batch.episodes}),
+        "episodes/ended": tally.ended,
+        "episodes/aborted": tally.aborted,
+        "episodes/expired": tally.expired,
+        "batch/rows": sum(len(e.samples) for e in batch.episodes),
+        "batch/tokens": sum(len(s.token_ids) for e in batch.episodes for s in e.samples),
+        "batch/sampled_tokens": sum(e.sampled_tokens for e in batch.episodes),
+        "timing/rollout_s": times.rollout_s,
+        "timing/update_s": times.update_s,
+        "timing/step_s": times.step_s,
+    }
+    metrics |= {f"rejected/{code}": count for code, count in tally.rejected.items()}
+    metrics |= {f"dropped/{reason}": count for reason, count in tally.dropped.items()}
+    merged: Counter[str] = Counter()
+    for episode in batch.episodes:
+        merged.update(merge_counts.get(episode.episode_id, {}))
+    metrics |= {f"merge/{name}": count for name, count in merged.items()}
+    metrics |= _client_metrics(batch.episodes)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _client_metrics(episodes: Iterable[FinishedEpisode]) -> dict[str, float]:
+    """Means of what clients reported with `end`, over the episodes that reported it."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {f"client/{name}": sum(v) / len(v) for name, v in values.items()}
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float]:
+    """JSON has no NaN: what is not finite is left out."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+# -- files
+
+
+def find_checkpoints(folder: Path) -> dict[int, Path]:
+    """Step → complete checkpoint. A backend writes them atomically, so each that has its name is complete."""
+    found = {}
+    for path in (folder / "checkpoints").glob("step-*"):
+        if match := _CHECKPOINT.match(path.name):
+            found[int(match[1])] = path
+    return found
+
+
+def describe_checkpoint(step: int, path: Path) -> CheckpointView:
+    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return CheckpointView(step=step, path=str(path), at=path.stat().st_mtime, bytes=size)
+
+
+def append_line(path: Path, payload: dict) -> None:
+    """A report, not a promise: a full disk costs the line, with a warning, not the training."""
+    try:
+        with path.open("ab") as file:
+            file.write(orjson.dumps(payload) + b"\n")
+    except OSError as error:
+        log.warning("line not written", extra={"path": str(path), "reason": str(error)})
+
+
+def keep_metrics(path: Path, *, up_to_step: int) -> None:
+    """Drop the lines of steps that will be trained again, and a line cut short by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            if orjson.loads(line).get("step", 0) <= up_to_step:
+                kept.append(line + b"\n")
+        except orjson.JSONDecodeError:
+            continue
+    scratch = path.with_suffix(".tmp")
+    scratch.write_bytes(b"".join(kept))
+    os.replace(scratch, path)

@@ -1,0 +1,879 @@
+"""The owner: builds the parts of a training, moves its state, runs the step loop, and stops everything in bound.
+
+Owns the state machine and the one run that is live. What always holds: states change along protocol.TRANSITIONS only,
+each change is an event; at most one run is open; a client hears "admitted" after the episode is on disk; a lost
+backend is started again from the last checkpoint and trains again what came after it. Knows nothing of HTTP: gateway/
+asks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import swarmtune
+from swarmtune.backend import Backend, BackendError, BackendLost, StartFailed
+from swarmtune.config import ConfigError, SamplingConfig, TrainConfig, explain
+from swarmtune.engines.scripted import ScriptedBackend
+from swarmtune.episodes import Episode, EpisodeError
+from swarmtune.events import EventLog
+from swarmtune.gateway.control import ControlRefused
+from swarmtune.journal import (
+    ClientRegistered,
+    EpisodeAccepted,
+    EpisodeAnswered,
+    EpisodeClaimed,
+    EpisodeClosed,
+    JournalError,
+)
+from swarmtune.models import ENTRIES
+from swarmtune.pool import Rejected
+from swarmtune.protocol import (
+    TRANSITIONS,
+    CheckpointView,
+    ClaimRequest,
+    ClientView,
+    Code,
+    EndRequest,
+    EndResult,
+    EngineState,
+    EpisodeGrant,
+    EpisodeView,
+    IllegalTransition,
+    PoolView,
+    RegisterRequest,
+    ServerStatus,
+    StepRecord,
+)
+from swarmtune.run import Merged, Run, StepTimes, merge_numbers
+from swarmtune.types import FinishedEpisode, TrainBatch
+
+log = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""Lost backends without a completed step in between, until the training is given up."""
+TICK_S = 0.5
+"""How often leases and deadlines are looked at."""
+UPDATE_GRACE_S = 15.0
+"""How long a stop waits for an update in progress."""
+SAVE_GRACE_S = 60.0
+"""How long a stop waits for the last checkpoint."""
+BACKEND_GRACE_S = 10.0
+RETRY_AFTER_S = 2.0
+
+_LIVE = frozenset({EngineState.BOOTING, EngineState.ROLLING, EngineState.ROLLING_POST, EngineState.WEIGHT_SYNCING})
+_SERVING = frozenset({EngineState.ROLLING, EngineState.ROLLING_POST, EngineState.WEIGHT_SYNCING})
+
+
+def _process_backend() -> Backend:
+    from swarmtune.engines.process import ProcessBackend
+
+    return ProcessBackend()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"hf": _process_backend, "scripted": ScriptedBackend}
+
+
+class _Stopped(Exception):
+    """The training was told to stop."""
+
+
+class SwarmServer:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        fresh: bool = False,
+        backends: Mapping[str, Callable[[], Backend]] = BACKENDS,
+    ) -> None:
+        """`fresh`: leave earlier runs in `data_dir` alone instead of going on with the last one."""
+        self.server_id = secrets.token_hex(6)
+        self.events = EventLog()
+        self.closing = asyncio.Event()
+        """Set once: the process is to end."""
+        self._data_dir = data_dir
+        self._fresh = fresh
+        self._backends = backends
+        self._started_at = time.monotonic()
+        self._state = EngineState.OFFLINE
+        self._changed = asyncio.Event()
+        self._lifecycle = asyncio.Lock()
+        self._run: Run | None = None
+        self._backend: Backend | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._lost: str | None = None
+        """Why the backend's present life is over; None while it is well."""
+        self._life = 0
+        """Counts starts of backends, so that a late report of a loss is not taken for a new one."""
+        self._failure: tuple[str, str] | None = None
+        self._saving = asyncio.Lock()
+
+    # -- the server's life
+
+    async def open(self) -> None:
+        """Go on with the training that was live when the last process ended, if there was one.
+
+        Raises:
+            OSError: the data folder is not writable.
+        """
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        self._ticker = asyncio.create_task(self._tick())
+        folder = None if self._fresh else self._remembered_run()
+        if folder is None:
+            return
+        async with self._lifecycle:
+            try:
+                run = await asyncio.to_thread(Run.resume, folder)
+            except (JournalError, ConfigError, OSError) as error:
+                self._failure = (f"{folder}: {error}", "")
+                self._move(EngineState.BOOTING)
+                self._move(EngineState.FAILED, reason=str(error))
+                return
+            self._launch(run)
+
+    async def close(self) -> None:
+        """Stop the training, keep what is needed to go on with it, and leave nothing behind."""
+        self.closing.set()
+        await self.stop(forget=False)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        self._wake()
+
+    def request_shutdown(self) -> None:
+        self.closing.set()
+        self._wake()
+
+    # -- start and stop
+
+    async def start(self, raw: Mapping[str, Any]) -> ServerStatus:
+        """Wake the server with a configuration; the one that is running joins.
+
+        Raises:
+            ConfigError: it cannot be used.
+            ControlRefused: another configuration is running; unknown model; stopping; no space.
+        """
+        config = TrainConfig.from_dict(raw)
+        if self.closing.is_set():
+            raise ControlRefused(Code.STOPPING, "this server is shutting down; start another one")
+        async with self._lifecycle:
+            if self._state in _LIVE and self._run is not None:
+                self._join(self._run, config)
+                return self.status()
+            check_model_name(config.model)
+            if config.engine.kind not in self._backends:
+                known = ", ".join(sorted(self._backends))
+                raise ConfigError(f"engine.kind: this server has no engine {config.engine.kind!r}; it has {known}")
+            await self._retire()
+            try:
+                run = await asyncio.to_thread(self._open_run, config)
+            except OSError as error:
+                raise ControlRefused(
+                    Code.NO_SPACE, f"{self._data_dir}: {error}; free some space or give another --data-dir"
+                ) from error
+            self._fresh = False
+            self._launch(run)
+        return self.status()
+
+    def _join(self, run: Run, config: TrainConfig) -> None:
+        differences = run.config.differences(config)
+        if differences:
+            told = {key: [ours, theirs] for key, (ours, theirs) in differences.items()}
+            lines = "; ".join(
+                f"{key} is {ours!r}, you asked for {theirs!r}" for key, (ours, theirs) in differences.items()
+            )
+            raise ControlRefused(
+                Code.CONFIG_CONFLICT,
+                f"another configuration is running: {lines}. Stop it first, or join with the same one",
+                details={"differences": told},
+            )
+
+    def _open_run(self, config: TrainConfig) -> Run:
+        """The last run, if it was made with this configuration and is not to be left alone; else a new one."""
+        runs = self._data_dir / "runs"
+        folders = sorted(p for p in runs.glob("[0-9]*") if p.is_dir()) if runs.exists() else []
+        if folders and not self._fresh:
+            try:
+                stored = Run.stored_config(folders[-1])
+            except (ConfigError, ValueError):
+                stored = None
+            if stored is not None and not stored.differences(config):
+                return Run.resume(folders[-1])
+        return Run.create(runs, config)
+
+    def _launch(self, run: Run) -> None:
+        self._run = run
+        self._failure = None
+        self._lost = None
+        self._backend = self._backends[run.config.engine.kind]()
+        self.events.attach(run.journal, run.folder / "events.jsonl", last_seq=run.last_seq)
+        self._remember_run(run.folder)
+        self._move(EngineState.BOOTING, run=run.folder.name, step=run.step)
+        self._task = asyncio.create_task(self._live(run, self._backend))
+
+    async def stop(self, *, forget: bool = True) -> ServerStatus:
+        """Stop training: the step in progress may finish, a checkpoint is written, no process stays. Idempotent.
+
+        `forget`: a server started again on the same data folder does not go on with this training by itself.
+        """
+        async with self._lifecycle:
+            if self._state is EngineState.OFFLINE:
+                return self.status()
+            if forget:
+                self._remember_run(None)
+            self._move(EngineState.STOPPING)
+            run = self._run
+            if run is not None:
+                await self._abort_open(run, "server_stopped")
+            if self._task is not None:
+                done, _ = await asyncio.wait([self._task], timeout=UPDATE_GRACE_S)
+                if not done:
+                    self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
+            if run is not None and self._lost is None and self._failure is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SAVE_GRACE_S):
+                        await self._save_if_needed(run)
+            await self._retire()
+            self._move(EngineState.OFFLINE)
+        return self.status()
+
+    async def _retire(self) -> None:
+        """Let go of backend and run; both may be gone already."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._backend is not None:
+            await self._backend.stop(grace_s=BACKEND_GRACE_S)
+            self._backend = None
+        if self._run is not None:
+            run, self._run = self._run, None
+            await self.events.detach()
+            await asyncio.to_thread(run.close)
+        self._task = None
+
+    async def _abort_open(self, run: Run, reason: str) -> None:
+        closed = []
+        for episode in run.book.open_episodes():
+            with contextlib.suppress(EpisodeError):  # one whose end is in progress ends
+                closed.append(run.book.abort(episode.episode_id, reason))
+                run.forget_session(episode.episode_id)
+        try:
+            await run.journal.write(*(EpisodeClosed(e) for e in closed))
+        except JournalError as error:
+            log.warning("aborts not journalled; a restart aborts them again", extra={"reason": str(error)})
+
+    # -- the training
+
+    async def _live(self, run: Run, backend: Backend) -> None:
+        """Boot, roll and step; start a lost backend again; end when told to stop, or failed."""
+        losses, step_before = 0, run.step
+        booted = False
+        while True:
+            try:
+                await self._boot(run, backend)
+                booted = True
+                self._move(EngineState.ROLLING)
+                await self._roll(run, backend)
+            except _Stopped:
+                return
+            except BackendError as error:
+                if isinstance(error, StartFailed) and not booted:
+                    await self._fail(run, error.reason, error.log_tail)
+                    return
+                losses = 1 if run.step > step_before else losses + 1
+                step_before = run.step
+                self._lost = self._lost or str(error)
+                self.events.emit("engine", lost=str(error), losses=losses, step=run.step)
+                log.warning("backend lost", extra={"reason": str(error), "losses": losses, "step": run.step})
+                if losses >= MAX_LOSSES:
+                    tail = error.log_tail if isinstance(error, StartFailed) else ""
+                    await self._fail(run, f"the engine was lost {losses} times without a step: {error}", tail)
+                    return
+                if self._state is EngineState.STOPPING:
+                    return
+                if self._state is not EngineState.BOOTING:
+                    self._move(EngineState.BOOTING, reason=str(error))
+                await backend.stop(grace_s=BACKEND_GRACE_S)
+            except JournalError as error:
+                await self._fail(run, f"the journal cannot be written: {error}", "")
+                return
+            except Exception as error:
+                log.exception("training stopped by a fault")
+                await self._fail(run, f"{type(error).__name__}: {error}", "")
+                return
+
+    async def _boot(self, run: Run, backend: Backend) -> None:
+        """Bring the model up from the last checkpoint and train again what came after it."""
+        from swarmtune.rendering.load import load_renderer
+
+        self._lost = None
+        self._life += 1
+        last = run.last_checkpoint
+        started = time.monotonic()
+        run.info = await backend.start(
+            run.config, work_dir=run.folder / "engine", resume=Path(last.path) if last else None
+        )
+        self._watch = asyncio.create_task(self._watch_backend(backend, self._life))
+        if run.renderer is None:
+            run.renderer = await asyncio.to_thread(load_renderer, run.info.model_path)
+        self.events.emit(
+            "engine",
+            started=run.info.model_name,
+            context_length=run.info.context_length,
+            parameters=run.info.parameters,
+            seconds=round(time.monotonic() - started, 3),
+            checkpoint=last.step if last else None,
+        )
+        for batch in list(run.unsaved):
+            self._raise_if_over()
+            await self._train_again(run, backend, batch)
+
+    async def _train_again(self, run: Run, backend: Backend, batch: TrainBatch) -> None:
+        """A batch after the checkpoint: its weights were lost. Recorded only if it was not before."""
+        started = time.monotonic()
+        result = await backend.train(batch)
+        update_s = time.monotonic() - started
+        self.events.emit("engine", trained_again=batch.step, seconds=round(update_s, 3))
+        if batch.step > run.step:
+            await self._finish_step(run, backend, batch, result, StepTimes(0.0, update_s, update_s))
+
+    async def _watch_backend(self, backend: Backend, life: int) -> None:
+        self.report_lost(life, await backend.wait_lost())
+
+    def report_lost(self, life: int, reason: str) -> None:
+        """Someone saw the backend of `life` gone; what waits for it learns of it now."""
+        if life == self._life and self._lost is None:
+            self._lost = reason
+            self._wake()
+
+    async def _roll(self, run: Run, backend: Backend) -> None:
+        while True:
+            since = time.monotonic()
+            await self._until(lambda: not run.is_finished and run.pool.ready(run.next_step))
+            await self._drain(run)
+            if not run.pool.ready(run.next_step):  # a client joined meanwhile and has not agreed
+                self._move(EngineState.ROLLING)
+                continue
+            await self._update(run, backend, since)
+            self._move(EngineState.ROLLING)
+
+    async def _drain(self, run: Run) -> None:
+        """No new claims; running training episodes finish, or the deadline decides over them."""
+        self._move(EngineState.ROLLING_POST, step=run.next_step)
+        deadline = time.monotonic() + run.config.batching.drain_s
+        await self._until(lambda: not run.book.open_tasks or time.monotonic() >= deadline)
+        if run.config.batching.stragglers == "carry":
+            return
+        expired = []
+        for episode in run.book.open_episodes():
+            if episode.kind == "train":
+                with contextlib.suppress(EpisodeError):  # one whose end is in progress ends
+                    expired.append(run.book.expire(episode.episode_id, "still running at the drain deadline"))
+        await self._note_expired(run, expired)
+
+    async def _update(self, run: Run, backend: Backend, since: float) -> None:
+        """One step: plan it in the journal, train, record.
+
+        Raises:
+            BackendError, JournalError
+        """
+        batch = run.pool.take_batch(run.next_step)
+        await run.plan(batch)
+        self._move(EngineState.WEIGHT_SYNCING, step=batch.step, episodes=len(batch.episodes))
+        started = time.monotonic()
+        result = await backend.train(batch)
+        now = time.monotonic()
+        await self._finish_step(run, backend, batch, result, StepTimes(started - since, now - started, now - since))
+
+    async def _finish_step(self, run: Run, backend: Backend, batch: TrainBatch, result: Any, times: StepTimes) -> None:
+        record = await run.record(batch, result, times)
+        if run.checkpoint_due():
+            await self._save_checkpoint(run, backend)
+        self.events.emit("step", **record.model_dump())
+        if run.is_finished:
+            self.events.emit("finished", step=run.step)
+        self._wake()
+
+    async def _save_checkpoint(self, run: Run, backend: Backend) -> CheckpointView | None:
+        """Save; a disk that refuses is a warning, the training goes on from the previous one.
+
+        Raises:
+            BackendError: the backend was lost.
+        """
+        try:
+            async with self._saving:
+                view = await run.save_checkpoint(backend)
+        except (OSError, JournalError) as error:
+            log.warning(
+                "checkpoint not saved; the previous one is intact", extra={"step": run.step, "reason": str(error)}
+            )
+            self.events.emit(
+                "warning",
+                code=Code.NO_SPACE,
+                message=f"checkpoint of step {run.step} not saved: {error}; free some space, the next is tried as usual",
+            )
+            return None
+        self.events.emit("checkpoint", **view.model_dump())
+        return view
+
+    async def _save_if_needed(self, run: Run) -> None:
+        if self._backend is not None and run.info is not None and run.needs_checkpoint():
+            try:
+                await self._save_checkpoint(run, self._backend)
+            except BackendError as error:
+                log.warning("no last checkpoint: the backend is lost", extra={"reason": str(error)})
+
+    async def _fail(self, run: Run, reason: str, log_tail: str) -> None:
+        if self._state is EngineState.STOPPING:
+            return
+        self._failure = (reason, log_tail)
+        await self._abort_open(run, "training_failed")
+        self._move(EngineState.FAILED, reason=reason)
+        if self._backend is not None:
+            await self._backend.stop(grace_s=BACKEND_GRACE_S)
+
+    # -- waiting and changing
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def _move(self, state: EngineState, **data: Any) -> None:
+        """Raises:
+        IllegalTransition
+        """
+        if self._state is EngineState.STOPPING and state is not EngineState.OFFLINE:
+            raise _Stopped
+        if state not in TRANSITIONS[self._state]:
+            raise IllegalTransition(f"{self._state} → {state}")
+        before, self._state = self._state, state
+        self.events.emit("state", before=before, state=state, **data)
+        log.info("state changed", extra={"before": before.value, "state": state.value})
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something changed that someone may be waiting for."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _until(self, predicate: Callable[[], bool]) -> None:
+        """Raises:
+        _Stopped, BackendLost: instead of waiting on.
+        """
+        while True:
+            changed = self._changed
+            self._raise_if_over()
+            if predicate():
+                return
+            await changed.wait()
+
+    def _raise_if_over(self) -> None:
+        if self._state is EngineState.STOPPING:
+            raise _Stopped
+        if self._lost is not None:
+            raise BackendLost(self._lost)
+
+    async def _wait_changed(self, predicate: Callable[[], bool], wait_s: float) -> bool:
+        """Whether `predicate` became true within `wait_s`, or the process is to end."""
+        deadline = time.monotonic() + wait_s
+        while not predicate():
+            left = deadline - time.monotonic()
+            if left <= 0 or self.closing.is_set():
+                return False
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await changed.wait()
+        return True
+
+    async def _tick(self) -> None:
+        """Leases and deadlines."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            run = self._run
+            if run is None or self._state not in _SERVING:
+                continue
+            try:
+                await self._note_expired(run, run.book.expire_due())
+            except JournalError as error:
+                log.warning("expiry not journalled; a restart closes them too", extra={"reason": str(error)})
+            self._wake()
+
+    async def _note_expired(self, run: Run, expired: list[Episode]) -> None:
+        if not expired:
+            return
+        for episode in expired:
+            run.forget_session(episode.episode_id)
+            run.tally.expired += 1
+            self.events.emit("episode", id=episode.episode_id, task=episode.task_id, expired=episode.reason)
+        await run.journal.write(*(EpisodeClosed(e) for e in expired))
+
+    # -- what the gateway asks: the model
+
+    def live_run(self) -> Run:
+        """Raises:
+        ControlRefused: no training is live.
+        """
+        if self._run is None or self._state not in _LIVE:
+            raise self._not_live()
+        return self._run
+
+    def _not_live(self) -> ControlRefused:
+        if self._state is EngineState.FAILED and self._failure is not None:
+            reason, log_tail = self._failure
+            return ControlRefused(
+                Code.START_FAILED,
+                f"the training failed: {reason}; fix it and start again (POST /v1/start)",
+                details={"log_tail": log_tail},
+            )
+        if self._state is EngineState.STOPPING:
+            return ControlRefused(Code.STOPPING, "the training is being stopped", retry_after_s=RETRY_AFTER_S)
+        return ControlRefused(
+            Code.NOT_STARTED, "no training is running; start one: SwarmClient.start(TrainConfig(...))"
+        )
+
+    async def serving(self) -> tuple[Backend, int]:
+        """The backend and its life; waits while a lost one is started again.
+
+        Raises:
+            ControlRefused: no training is live.
+        """
+        while True:
+            self.live_run()
+            if self._state in _SERVING and self._lost is None and self._backend is not None:
+                return self._backend, self._life
+            await self._changed.wait()
+
+    # -- what the gateway asks: episodes
+
+    async def claim(self, request: ClaimRequest, *, origin: str) -> EpisodeGrant:
+        """Grant an episode, waiting up to `request.wait_s` for the server to take one.
+
+        Raises:
+            ControlRefused, EpisodeError, ClientError, JournalError
+        """
+        sampling = self._checked_overrides(request)
+        deadline = time.monotonic() + request.wait_s
+        while True:
+            refusal = self._why_no_claim(request)
+            if refusal is None:
+                return await asyncio.shield(asyncio.ensure_future(self._grant(request, sampling, origin)))
+            left = deadline - time.monotonic()
+            if left <= 0 or refusal.body.retry_after_s is None or self.closing.is_set():
+                raise refusal
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await changed.wait()
+
+    def _why_no_claim(self, request: ClaimRequest) -> ControlRefused | None:
+        if self._run is None or self._state not in _LIVE:
+            return self._not_live()
+        run = self._run
+        run.clients.require(request.client)
+        if run.book.claimed_by(request.claim_id) is not None:
+            return None
+        if request.kind == "evaluate":
+            if self._state in _SERVING:
+                return None
+        elif run.is_finished:
+            return ControlRefused(
+                Code.FINISHED,
+                f"the training is finished: max_steps {run.config.max_steps} is reached",
+                details={"step": run.step},
+            )
+        elif self._state is EngineState.ROLLING:
+            wait = run.pool.may_claim(request.task_id, request.client)
+            return wait and ControlRefused(wait.code, wait.message, retry_after_s=wait.retry_after_s)
+        return ControlRefused(
+            Code.NOT_ROLLING,
+            f"no episode can be claimed in state {self._state}; ask again, or send wait_s to wait here",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _checked_overrides(self, request: ClaimRequest) -> dict[str, Any]:
+        """The episode's own sampling: overrides that SamplingConfig takes, and the seed."""
+        try:
+            SamplingConfig.model_validate(request.sampling)
+        except ValidationError as error:
+            problems = "; ".join(explain(error, SamplingConfig))
+            raise ControlRefused(Code.BAD_REQUEST, f"sampling: {problems}") from None
+        return dict(request.sampling) | ({"seed": request.seed} if request.seed is not None else {})
+
+    async def _grant(self, request: ClaimRequest, sampling: dict[str, Any], origin: str) -> EpisodeGrant:
+        run = self.live_run()
+        lease_s = request.lease_s or run.config.batching.episode_lease_s
+        known = run.book.claimed_by(request.claim_id)
+        episode = known or run.book.claim(
+            request.task_id,
+            lease_s=lease_s,
+            kind=request.kind,
+            client=request.client,
+            claim_id=request.claim_id,
+            weight_version=run.weight_version,
+            step=run.next_step,
+            sampling=sampling,
+        )
+        run.clients.seen(request.client)
+        if known is None:
+            try:
+                await run.journal.write(EpisodeClaimed(episode))
+            except JournalError:
+                run.book.abort(episode.episode_id, "claim could not be journalled")
+                raise
+        assert episode.key is not None and run.info is not None
+        return EpisodeGrant(
+            episode_id=episode.episode_id,
+            api_key=episode.key,
+            base_url=f"{origin}/v1",
+            anthropic_base_url=origin,
+            weight_version=episode.weight_version,
+            step=episode.step,
+            context_length=run.info.context_length,
+            lease_s=episode.lease_s,
+        )
+
+    async def end(self, episode_id: str, request: EndRequest) -> EndResult:
+        """Take an episode's reward; the answer is on disk before it is given.
+
+        Raises:
+            ControlRefused, EpisodeError, JournalError: the episode is as it was before.
+        """
+        run = self.live_run()
+        episode = run.book.get(episode_id)
+        async with episode.lock:
+            begun = run.book.begin_end(episode_id, request.submission_id, request.reward)
+            if begun.answer is not None:
+                return begun.answer
+            try:
+                merged = run.merge(episode)
+                finished, result = self._judge(run, episode, merged, begun.reward, request.metrics)
+                if finished is None:
+                    entry = EpisodeAnswered(episode_id, request.submission_id, begun.reward, result)
+                else:
+                    entry = EpisodeAccepted(episode_id, request.submission_id, finished, result)
+                await run.journal.write(entry)
+            except BaseException:
+                run.book.cancel_end(episode_id)
+                raise
+            run.book.commit_end(episode_id, result)
+            run.keep_report(episode, merged)
+            run.forget_session(episode_id)
+            if finished is not None:
+                run.merge_counts[episode_id] = merge_numbers(merged.report)
+                await run.note_dropped(run.pool.add(finished).dropped)
+        run.clients.seen(episode.client)
+        self._tell_ended(run, episode, begun.reward, result)
+        return result
+
+    def _judge(
+        self, run: Run, episode: Episode, merged: Merged, reward: float, metrics: dict[str, float]
+    ) -> tuple[FinishedEpisode | None, EndResult]:
+        """What becomes of an episode: the samples to keep, and the answer to its client."""
+        tokens = sum(sum(s.loss_mask) for s in merged.samples)
+        told = {"episode_id": episode.episode_id, "samples": len(merged.samples), "sampled_tokens": tokens}
+        if episode.kind == "evaluate":
+            return None, EndResult(outcome="evaluated", **told)
+        if merged.problem is not None:
+            message = f"{merged.problem}; the episode is not trained, the training goes on. Please report this"
+            return None, EndResult(outcome="rejected", code=Code.CONSERVATION, message=message, **told)
+        finished = FinishedEpisode(
+            episode_id=episode.episode_id,
+            task_id=episode.task_id,
+            reward=reward,
+            samples=merged.samples,
+            metrics=dict(metrics),
+            client=episode.client,
+            weight_version=episode.weight_version,
+        )
+        match run.pool.judge(finished, weight_version=run.weight_version):
+            case Rejected(code=code, message=message):
+                return None, EndResult(outcome="rejected", code=code, message=message, **told)
+        return finished, EndResult(outcome="admitted", **told)
+
+    def _tell_ended(self, run: Run, episode: Episode, reward: float, result: EndResult) -> None:
+        if result.outcome != "evaluated":
+            run.tally.ended += 1
+        if result.code is not None:
+            run.tally.rejected[result.code.value] += 1
+        self.events.emit(
+            "episode",
+            id=episode.episode_id,
+            task=episode.task_id,
+            outcome=result.outcome,
+            code=result.code,
+            reward=reward,
+            client=episode.client,
+        )
+        self._wake()
+
+    async def abort(self, episode_id: str, reason: str) -> EpisodeView:
+        run = self.live_run()
+        episode = run.book.get(episode_id)
+        async with episode.lock:
+            was_open = episode.is_open
+            run.book.abort(episode_id, reason)
+            run.forget_session(episode_id)
+            if was_open:
+                run.tally.aborted += 1
+                self.events.emit("episode", id=episode_id, task=episode.task_id, aborted=reason)
+                await run.journal.write(EpisodeClosed(episode))
+        self._wake()
+        return run.book.view(episode)
+
+    def heartbeat(self, episode_id: str) -> EpisodeView:
+        run = self.live_run()
+        return run.book.view(run.book.touch(episode_id))
+
+    def episode_view(self, episode_id: str) -> EpisodeView:
+        run = self.live_run()
+        return run.book.view(run.book.get(episode_id))
+
+    # -- what the gateway asks: clients
+
+    async def register(self, request: RegisterRequest) -> ClientView:
+        run = self.live_run()
+        view = run.clients.register(request.name, request.share)
+        await run.journal.write(ClientRegistered(request.name, request.share))
+        self.events.emit("client", name=request.name, share=request.share)
+        self._wake()
+        return view
+
+    def leave(self, name: str) -> None:
+        self.live_run().clients.remove(name)
+        self.events.emit("client", name=name, left=True)
+        self._wake()
+
+    def client_heartbeat(self, name: str) -> ClientView:
+        return self.live_run().clients.heartbeat(name)
+
+    def agree(self, name: str, step: int) -> ClientView:
+        run = self.live_run()
+        view = run.clients.agree(name, step, expected=run.next_step)
+        self.events.emit("client", name=name, agreed=step)
+        self._wake()
+        return view
+
+    def client_views(self) -> list[ClientView]:
+        return self._run.clients.views() if self._run is not None else []
+
+    # -- what the gateway asks: looking
+
+    def status(self) -> ServerStatus:
+        run = self._run
+        reason, log_tail = self._failure or (None, None)
+        return ServerStatus(
+            server_id=self.server_id,
+            version=swarmtune.__version__,
+            state=self._state,
+            step=run.step if run else 0,
+            weight_version=run.weight_version if run else 0,
+            model=run.config.model if run else None,
+            context_length=run.info.context_length if run and run.info else None,
+            open_episodes=run.book.open_count if run else 0,
+            pooled_episodes=len(run.pool) if run else 0,
+            clients=sum(v.alive for v in run.clients.views()) if run else 0,
+            uptime_s=time.monotonic() - self._started_at,
+            run_dir=str(run.folder) if run else None,
+            reason=reason,
+            log_tail=log_tail or None,
+        )
+
+    async def status_when(self, *, leaves: str | None, wait_s: float) -> ServerStatus:
+        """The status, at once or as soon as the state is not `leaves` any more."""
+        if leaves is not None:
+            await self._wait_changed(lambda: self._state != leaves, wait_s)
+        return self.status()
+
+    def config(self) -> dict[str, Any]:
+        if self._run is None:
+            raise self._not_live()
+        return self._run.config.model_dump(mode="json")
+
+    def pool_view(self) -> PoolView:
+        run = self.live_run()
+        return run.pool.view(run.next_step)
+
+    async def steps_after(self, step: int, *, wait_s: float) -> list[StepRecord]:
+        """Records of later steps; waits for the first one, or for the training to end."""
+
+        def found() -> list[StepRecord]:
+            return [r for r in self._run.records if r.step > step] if self._run else []
+
+        await self._wait_changed(lambda: bool(found()) or self._state not in _LIVE, wait_s)
+        return found()
+
+    def checkpoints(self) -> list[CheckpointView]:
+        return list(self._run.checkpoints) if self._run else []
+
+    async def save_checkpoint(self) -> CheckpointView:
+        """Raises:
+        ControlRefused: nothing is trained yet, an update is running, or there is no space.
+        """
+        run = self.live_run()
+        backend = self._backend
+        if backend is None or self._state not in (EngineState.ROLLING, EngineState.ROLLING_POST):
+            raise ControlRefused(
+                Code.NOT_ROLLING, f"no checkpoint in state {self._state}; ask again", retry_after_s=RETRY_AFTER_S
+            )
+        if (last := run.last_checkpoint) is not None and not run.needs_checkpoint():
+            return last
+        view = await self._save_checkpoint(run, backend)
+        if view is None:
+            raise ControlRefused(Code.NO_SPACE, "the checkpoint could not be saved; the event log has the reason")
+        return view
+
+    def merge_report(self, episode_id: str) -> dict[str, Any]:
+        """How the calls of an open episode would merge now."""
+        run = self.live_run()
+        try:
+            return run.merge_report(run.book.get(episode_id))
+        except LookupError as error:
+            raise ControlRefused(Code.NOT_FOUND, str(error)) from None
+
+    # -- what survives the process
+
+    @property
+    def _memory(self) -> Path:
+        return self._data_dir / "training.json"
+
+    def _remember_run(self, folder: Path | None) -> None:
+        scratch = self._memory.with_suffix(".tmp")
+        scratch.write_text(json.dumps({"run": folder.name if folder else None}) + "\n")
+        os.replace(scratch, self._memory)
+
+    def _remembered_run(self) -> Path | None:
+        if not self._memory.is_file():
+            return None
+        name = json.loads(self._memory.read_text()).get("run")
+        folder = self._data_dir / "runs" / name if name else None
+        return folder if folder is not None and (folder / "journal.db").is_file() else None
+
+
+def check_model_name(model: str) -> None:
+    """Refuse what can be seen to be no model; a hub id is tried while booting.
+
+    Raises:
+        ControlRefused: unknown_model, with the names there are.
+    """
+    if model in ENTRIES or Path(model).expanduser().is_dir():
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        names = ", ".join(ENTRIES)
+        raise ControlRefused(
+            Code.UNKNOWN_MODEL,
+            f"model: no such model or folder {model!r}; known names: {names}; a local folder works too",
+        )
