@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from a3r.blueprint import Blueprint
+    from a3r.goal import GoalLock
+    from a3r.leader import Decision, History, Leader
     from a3r.results import Observation
 
 FAILURES = ("none", "crash", "code", "config", "stall", "diverge", "oom", "lie", "external", "slow_start")
@@ -178,6 +180,34 @@ def draw(blueprint: Blueprint, seed: int, stage: int = 0, attempts: int = 3) -> 
         run=run, arm=blueprint.name, blueprint=blueprint.id or "", seed=seed, status=RunStatus.COMPLETED,
         series=series, wall_s=wall, stage=stage,
     )  # fmt: skip
+
+
+def study(
+    lock: GoalLock, leader: Leader, slots: int = 8, attempts: int = 3, runs: int | None = None
+) -> tuple[Decision, History]:
+    """A whole study in memory: every run is drawn instead of started.
+
+    Args:
+        attempts: how often a failing run is tried.
+        runs: budget of runs; the goal's when None.
+    """
+    from a3r.leader import BudgetLeft, Decision, History
+
+    most = runs if runs is not None else lock.goal.budget.runs
+    history = History(slots=slots, budget=BudgetLeft(runs=most))
+    while True:
+        step = leader.plan(lock, history)
+        if isinstance(step, Decision):
+            return step, history
+        done = {(o.arm, o.seed) for o in history.observations}
+        new = [
+            draw(arm.blueprint, seed, step.stage, attempts)
+            for arm in step.arms
+            for seed in arm.seeds
+            if (arm.name, seed) not in done
+        ]
+        left = BudgetLeft(runs=None if history.budget.runs is None else history.budget.runs - len(new))
+        history = History((*history.plans, step), (*history.observations, *new), left, slots)
 
 
 # --- the client process --------------------------------------------------------------------------------------------
