@@ -291,7 +291,7 @@ def _matching(
 
 
 def _one_answer_each(nodes: Sequence[Node], answers: list[CallRecord]) -> Iterator[tuple[list[Node], CallRecord]]:
-    """Equal answers stay apart. A block that shows one of them goes with it, a block of unknown origin with the last."""
+    """Equal answers stay apart; a block goes with the answer that it shows, or with the last one."""
     answers.sort(key=lambda call: (call.node.tokens.tobytes(), call.logprobs.tobytes()))
     split: dict[CallRecord, list[Node]] = {call: [] for call in answers}
     for node in nodes:

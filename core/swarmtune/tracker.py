@@ -303,9 +303,9 @@ class Tracker:
     """The token tree of one episode.
 
     Args:
-        renderer: of the model that answers; may be shared between trackers. history: `as_templated` follows the chat
-        template, and the client, where an earlier answer is shown otherwise than
-            it was sampled (a new branch); `as_sampled` keeps what was sampled (one branch).
+        renderer: of the model that answers; may be shared between trackers.
+        history: `as_templated` follows the chat template, and the client, where an earlier answer is shown otherwise
+            than it was sampled (a new branch); `as_sampled` keeps what was sampled (one branch).
     """
 
     def __init__(self, episode_id: str, renderer: Renderer, *, history: History = "as_templated") -> None:
