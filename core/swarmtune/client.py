@@ -430,7 +430,7 @@ class AsyncSwarmClient:
             seed: of task order and sampling; None takes the configuration's.
             episode_timeout_s: an episode that takes longer is aborted and counts as failed.
             progress: a progress bar on standard error; None shows one where that is a terminal.
-            on_step: called with the record of each step done.
+            on_step: called in a thread with the record of each step done, before the next one is counted.
 
         Raises:
             TrainingFailed: as many tasks in a row as a batch has, and at least 3, failed all their attempts.

@@ -328,7 +328,8 @@ class Feeder:
                 self._records.append(record)
                 bar.step(record)
                 if self._on_step is not None:
-                    self._on_step(record)
+                    # In a thread, so that it may use a SwarmClient, whose calls wait for this very loop.
+                    await asyncio.to_thread(self._on_step, record)
             self._stepped.set()
 
 

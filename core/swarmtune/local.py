@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-import httpx
 
 from swarmtune.errors import StartFailed
 
@@ -41,9 +40,7 @@ class LocalServer:
             StartFailed: it ended or stayed silent; the message has its last lines.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "swarmtune.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", "swarmtune.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
         command += ["--data-dir", str(self._data_dir), *(["--fresh"] if self._fresh else [])]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -56,7 +53,7 @@ class LocalServer:
                 preexec_fn=_end_with_parent,
             )
         try:
-            self._await_answer(self._process)
+            self.url = self._await_url(self._process)
         except BaseException:
             self._stop()
             raise
@@ -67,17 +64,17 @@ class LocalServer:
     ) -> None:
         self._stop()
 
-    def _await_answer(self, process: subprocess.Popen[bytes]) -> None:
+    def _await_url(self, process: subprocess.Popen[bytes]) -> str:
+        """Where it listens: it writes that to server.json, with its process id, once it answers."""
         deadline = time.monotonic() + _START_S
-        with httpx.Client(trust_env=False, timeout=2.0) as http:
-            while time.monotonic() < deadline:
-                if process.poll() is not None:
-                    raise StartFailed(f"the server ended with status {process.returncode}:\n{self._log_tail()}")
-                try:
-                    http.get(f"{self.url}/v1/status").raise_for_status()
-                    return
-                except httpx.TransportError:
-                    time.sleep(0.1)
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise StartFailed(f"the server ended with status {process.returncode}:\n{self._log_tail()}")
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found = json.loads((self._data_dir / "server.json").read_text(encoding="utf-8"))
+                if found["pid"] == process.pid:
+                    return found["url"]
+            time.sleep(0.05)
         raise StartFailed(f"the server did not answer within {_START_S:.0f} s:\n{self._log_tail()}")
 
     def _stop(self) -> None:
@@ -93,12 +90,6 @@ class LocalServer:
 
     def _log_tail(self) -> str:
         return self.log_path.read_bytes()[-3000:].decode(errors="replace")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _end_with_parent() -> None:

@@ -338,9 +338,6 @@ class Results:
     def step(self, swarm: SwarmClient, record: StepRecord) -> None:
         if record.step > self._last_step:
             self._append_step(record)
-        reward = self._rewards.get(record.step)
-        shown = f"reward/mean {reward:.3f}" if reward is not None else "trained"
-        _say(f"step {record.step:>3}  {shown}")
         self._add_events(swarm)
 
     def write_evaluation(self, evaluation: Mapping[str, Any]) -> None:
