@@ -232,8 +232,9 @@ def threshold_rules(criterion: Criterion) -> list[Rule]:
     elif rule is not None and rule.at_most is not None:
         low, high = f"ci_high(arm) < {rule.at_most!r}", f"ci_low(arm) > {rule.at_most!r}"
     else:
-        margin = rule.not_worse_by if rule is not None and rule.not_worse_by is not None else 0.0
-        low, high = f"ci_low(diff) > {-margin!r}", f"ci_high(diff) < {-margin!r}"
+        margin = rule.not_worse_by if rule is not None and rule.not_worse_by is not None else None
+        bound = f"{-margin!r}" if margin is not None else "0"
+        low, high = f"ci_low(diff) > {bound}", f"ci_high(diff) < {bound}"
     return [
         when(low, "passes", "look for the crossing below"),
         when(high, "fails", "look for the crossing above"),
