@@ -423,7 +423,7 @@ class SwarmServer:
             self.events.emit(
                 "warning",
                 code=Code.NO_SPACE,
-                message=f"checkpoint of step {run.step} not saved: {error}; free some space, the next is tried as usual",
+                message=f"checkpoint of step {run.step} not saved: {error}; free some space, the next follows as usual",
             )
             return None
         self.events.emit("checkpoint", **view.model_dump())

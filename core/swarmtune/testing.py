@@ -95,10 +95,11 @@ class LocalServer:
     async def open(self) -> None:
         """Answer requests; an earlier training in the data folder goes on."""
         app = create_app(self.server, self._keyring)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-        await self._runner.setup()
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+        await runner.setup()
+        self._runner = runner
         listener = socket.create_server(("127.0.0.1", 0))
-        await web.SockSite(self._runner, listener).start()
+        await web.SockSite(runner, listener).start()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._session = ClientSession(self.url)
         await self.server.open()

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from tokenizers import Tokenizer
 
@@ -88,7 +88,7 @@ def load_script(spec: str | None) -> Script:
         ) from None
     if not callable(script):
         raise StartFailed(f"engine.script: {spec!r} is not callable; give a function (messages, index) -> text")
-    return script
+    return cast(Script, script)  # what it takes and returns shows when it is called
 
 
 def pretend_logprob(token_id: int, position: int) -> float:

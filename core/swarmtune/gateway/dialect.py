@@ -74,7 +74,7 @@ class SamplingAsked:
     def said(self) -> dict[str, Any]:
         """Only what the request said, for the turn's record."""
         pairs = {name: getattr(self, name) for name in self.__slots__}
-        return {k: v for k, v in pairs.items() if v not in (None, (), False)}
+        return {k: v for k, v in pairs.items() if v is not None and v is not False and v != ()}
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from swarmtune.gateway.dialect import (
     unsupported,
 )
 from swarmtune.gateway.fields import (
+    NEUTRAL,
     arguments_text,
     boolean,
     integer,
@@ -42,9 +43,8 @@ _ROLES: dict[str, Role] = {
 }
 _UNDERSTOOD = frozenset(
     "model messages tools tool_choice parallel_tool_calls temperature top_p top_k max_tokens max_completion_tokens "
-    "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format frequency_penalty "
-    "presence_penalty repetition_penalty length_penalty min_p min_tokens logit_bias use_beam_search bad_words".split()
-)
+    "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format".split()
+) | frozenset(NEUTRAL)
 _CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+\Z")
 
 
