@@ -171,30 +171,26 @@ def create(
     try:
         store = Store.open(directory)
         try:
-            row = store.row("campaign", "campaign")
-            if row is not None:
-                if row["goal_hash"] != lock.hash:
+            known = store.row("campaign", "facts")
+            if known is not None:
+                if known["goal_hash"] != lock.hash:
                     raise CampaignError(
-                        f"{directory}: holds another goal ({row['goal_hash'][:12]}); choose another --dir"
+                        f"{directory}: holds another goal ({known['goal_hash'][:12]}); choose another --dir"
                     )
                 return
             write_text(directory / "goal.md", goal_text)
             write_text(directory / "goal.lock.yaml", lock.to_yaml())
             facts = {
-                "state": "COMPILED",
-                "stage": 0,
-                "epoch": 0,
                 "goal_hash": lock.hash,
                 "lock": dump(lock),
                 "lock_text": lock.to_yaml(),
                 "root": str(root),
                 "leader": dict(leader),
                 "hosts": dump(hosts),
-                "approved": [],
-                "hold": None,
-                "ending": None,
             }
-            store.commit("CAMPAIGN_CREATED", [Put("campaign", "campaign", facts, new=True)])
+            state = {"state": "COMPILED", "stage": 0, "epoch": 0, "approved": [], "hold": None, "ending": None}
+            rows = [Put("campaign", "facts", facts, new=True), Put("campaign", "state", state, new=True)]
+            store.commit("CAMPAIGN_CREATED", rows, data={"goal": lock.hash})
         finally:
             store.close()
     finally:
@@ -246,13 +242,13 @@ class Study:
             raise CampaignError(f"{directory}: no study here; start one with `a3r research goal.md --dir {directory}`")
         held = Lock.take(directory)
         store = Store.open(directory)
-        row = store.row("campaign", "campaign")
-        if row is None:
+        facts, row = store.row("campaign", "facts"), store.row("campaign", "state")
+        if facts is None or row is None:
             store.close()
             held.release()
             raise CampaignError(f"{directory}: the study was never created; run `a3r research goal.md --dir …` again")
-        goal = GoalLock.model_validate_json(json.dumps(row["lock"]))
-        known_hosts = hosts or Hosts.model_validate_json(json.dumps(row["hosts"]))
+        goal = GoalLock.model_validate_json(json.dumps(facts["lock"]))
+        known_hosts = hosts or Hosts.model_validate_json(json.dumps(facts["hosts"]))
         ledger = Ledger(store, known_hosts, goal.goal.budget)
         executors = {
             host.executor: make_executor(host.executor, directory, view=settings.view, supervisor=settings.supervisor)
@@ -266,14 +262,14 @@ class Study:
             hosts=known_hosts,
             ledger=ledger,
             executors=executors,
-            leader=make_leader(store, ledger, row["leader"]),
-            worker=RecipeWorker(directory, Path(row["root"]), settings.supervisor_tick_s, settings.backoff_s),
-            helper=make_helper(store, ledger, Path(row["root"])) if make_helper else None,
+            leader=make_leader(store, ledger, facts["leader"]),
+            worker=RecipeWorker(directory, Path(facts["root"]), settings.supervisor_tick_s, settings.backoff_s),
+            helper=make_helper(store, ledger, Path(facts["root"])) if make_helper else None,
             reporter=reporter,
             settings=settings,
         )
         study._set("LEADER_STARTED", {"epoch": row["epoch"] + 1}, data={"pid": os.getpid(), "goal": goal.hash})
-        study._restore_texts(row)
+        study._restore_texts(facts)
         study._check_results()
         return study
 
@@ -281,13 +277,13 @@ class Study:
         self.store.close()
         self.lock.release()
 
-    def _restore_texts(self, row: Mapping[str, Any]) -> None:
+    def _restore_texts(self, facts: Mapping[str, Any]) -> None:
         """The lock file is for people; when someone has changed it, the registered one is put back."""
-        path, text = self.directory / "goal.lock.yaml", row["lock_text"]
+        path, text = self.directory / "goal.lock.yaml", facts["lock_text"]
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             if path.exists():
                 os.replace(path, path.with_suffix(".yaml.edited"))
-                self._event("LOCK_RESTORED", {"kept_as": "goal.lock.yaml.edited", "hash": row["goal_hash"]})
+                self._event("LOCK_RESTORED", {"kept_as": "goal.lock.yaml.edited", "hash": facts["goal_hash"]})
             write_text(path, text)
 
     def _check_results(self) -> None:
@@ -309,7 +305,7 @@ class Study:
 
     @property
     def row(self) -> dict[str, Any]:
-        found = self.store.row("campaign", "campaign")
+        found = self.store.row("campaign", "state")
         if found is None:
             raise CampaignError(f"{self.directory}: the journal has no campaign")
         return found
@@ -1060,11 +1056,10 @@ class Study:
         except TamperedError as error:
             self._hold("needs_human", str(error))
             return
-        self._move(
-            "DONE", "CAMPAIGN_DONE", data={"verdict": decision.verdict.value, "report": str(path) if path else None}
-        )
         for executor in self.executors.values():
             executor.close_view()
+        data = {"verdict": decision.verdict.value, "report": str(path) if path else None}
+        self._move("DONE", "CAMPAIGN_DONE", data=data)
 
     # ---- people -----------------------------------------------------------------------------------------------------
 
@@ -1203,7 +1198,7 @@ class Study:
     def _set(
         self, kind: str, changes: Mapping[str, Any], more: list[Any] | None = None, data: dict[str, Any] | None = None
     ) -> None:
-        self.store.commit(kind, [Put("campaign", "campaign", self.row | dict(changes)), *(more or [])], data=data)
+        self.store.commit(kind, [Put("campaign", "state", self.row | dict(changes)), *(more or [])], data=data)
 
     def _move(self, state: str, kind: str, data: dict[str, Any] | None = None) -> None:
         self._set(kind, {"state": self._checked(state)}, data=data)

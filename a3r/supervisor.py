@@ -354,6 +354,9 @@ class StopRules:
 
 # ---- why it ended ----------------------------------------------------------------------------------------------------
 
+KILLERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
+"""Signals that come from outside; a program that faults dies by others."""
+
 TEXT_RULES: list[tuple[str, re.Pattern[str]]] = [
     (
         "oom",
@@ -758,19 +761,27 @@ class Supervisor:
         code = process.exit
         if code == 0 and process.main:
             return End("COMPLETED")
-        logs = "\n".join(tail(self.dir / "log" / f"{p.name}.txt") for p in self.launch.processes)
         how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
         prefix = f"{context or process.name + ' ended'} ({how})"
-        found = classify_text(tail(self.dir / "log" / f"{process.name}.txt")) or classify_text(logs)
+        own = classify_text(tail(self.dir / "log" / f"{process.name}.txt"))
+        if code is not None and -code in KILLERS:
+            if (own and own[0] == "oom") or (code == -signal.SIGKILL and oom_kills() > self.oom_before):
+                return End("FAILED", "oom", f"{prefix}: {own[1] if own else 'the out-of-memory killer'}")
+            return End("FAILED", "infra", f"{prefix}: killed from outside")
+        found = own or self.helpers_evidence()
         if found:
             return End("FAILED", found[0], f"{prefix}: {found[1]}")
-        if code == -signal.SIGKILL and oom_kills() > self.oom_before:
-            return End("FAILED", "oom", f"{prefix}: the kernel's out-of-memory killer")
-        if code is not None and code < 0 and -code in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            return End("FAILED", "infra", f"{prefix}: killed from outside")
         if code == 2 and not self.metrics.steps:
             return End("FAILED", "config", f"{prefix}: the command line was refused")
-        return End("FAILED", "unknown", prefix)
+        return End("FAILED", "code" if code is not None and code < 0 else "unknown", prefix)
+
+    def helpers_evidence(self) -> tuple[str, str] | None:
+        """What the other processes' logs say. Their refusals of requests are part of their trade: those do not count."""
+        for process in self.launch.processes:
+            found = classify_text(tail(self.dir / "log" / f"{process.name}.txt"))
+            if found and found[0] in ("oom", "infra", "code"):
+                return found
+        return None
 
     def audit(self, end: End) -> End:
         """Compare what the client claims with what was seen. Only ends that would count as results are audited."""

@@ -62,6 +62,7 @@ class LocalExecutor:
         return Sight(Life.ALIVE if alive else Life.DEAD, claim=claim)
 
     def fence(self, handle: Handle) -> bool:
+        handle.directory.mkdir(parents=True, exist_ok=True)
         sv.write_once(handle.directory / "fenced", {"nonce": handle.nonce, "by": os.getpid()})
         return sv.kill_marked(handle.nonce)
 

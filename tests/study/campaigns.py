@@ -14,7 +14,8 @@ from a3r import study as st
 from a3r.blueprint import Blueprint
 from a3r.goal import GoalLock
 from a3r.hosts import Hosts
-from a3r.leader import Arm, Decision, History, Plan, Purpose, Verdict
+from a3r.leader import Arm, Decision, History, Plan, Purpose, Verdict, parse_step
+from a3r.questions import StoreJournal
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [0.1, 1.0, 10.0]
@@ -69,14 +70,26 @@ def goal_lock(base: Blueprint | None = None, **changes: Any) -> GoalLock:
 class SmallLeader:
     """Every level with two seeds, then the smallest level that passes with two fresh seeds, then the answer. Pure."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self, log: Path | None = None, journal: Any = None) -> None:
         self.log = log
+        self.journal = journal
 
     def plan(self, goal: GoalLock, history: History) -> Plan | Decision:
+        """With a journal, it answers as a model would: through it."""
+        number = len(history.plans)
+        if self.journal is None:
+            return self.think(goal, history)
+        answer = self.journal.ask(f"decision-{number}", {"number": number}, lambda _: self.spoken(goal, history))
+        return parse_step(answer["answer"])
+
+    def spoken(self, goal: GoalLock, history: History) -> dict[str, Any]:
         if self.log is not None:
-            fd = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            fd = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(fd, f"{len(history.plans)}\n".encode())
             os.close(fd)
+        return {"answer": json.loads(self.think(goal, history).model_dump_json(by_alias=True)), "usage": {"total_tokens": 7}}
+
+    def think(self, goal: GoalLock, history: History) -> Plan | Decision:
         question = goal.goal.question
         if not history.plans:
             return self.stage(goal, 0, question.levels, [1, 2])
@@ -160,7 +173,8 @@ def open_study(directory: Path, settings: st.Settings = FAST, **options: Any) ->
     leader = options.get("leader")
 
     def make_leader(store: Any, ledger: Any, row: Mapping[str, Any]) -> Any:
-        return leader or SmallLeader(directory / "asked.log")
+        journal = StoreJournal(store, ledger) if options.get("journalled") else None
+        return leader or SmallLeader(directory / "asked.log", journal)
 
     return st.Study.open(
         directory, make_leader=make_leader, reporter=FileReporter(), settings=settings,
