@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from swarmtune.config import TrainConfig
 from swarmtune.trainer.trainer import Trainer
-from swarmtune.types import FinishedEpisode, Sample, TrainBatch
+from swarmtune.types import TrainBatch
 
-VOCABULARY = 512
+# importmode=importlib puts no test folder on the path, and `tests` is a package of others, too.
+sys.path.insert(0, str(Path(__file__).parent))
+from trainer_episodes import VOCABULARY, make_batch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -78,43 +81,6 @@ def trainer(config: Callable[..., TrainConfig], model_path: Path, tmp_path: Path
         made.close()
 
 
-def sample(
-    index: int, episode: str, task: str, *, prompt: list[int], turns: list[tuple[int, int]], **fields: Any
-) -> Sample:
-    """A row: the prompt, then per turn so many sampled tokens and so many tokens of the environment."""
-    generator = torch.Generator().manual_seed(1000 + index)
-    tokens, mask = list(prompt), [0] * len(prompt)
-    for sampled, environment in turns:
-        tokens += torch.randint(0, VOCABULARY, (sampled + environment,), generator=generator).tolist()
-        mask += [1] * sampled + [0] * environment
-    logprobs = (-torch.rand(len(tokens), generator=generator) * 3 - 4).tolist()
-    return Sample(
-        sample_id=f"{episode}-{index}",
-        episode_id=episode,
-        task_id=task,
-        token_ids=tokens,
-        loss_mask=mask,
-        logprobs=[p if m else 0.0 for p, m in zip(logprobs, mask, strict=True)],
-        weight_versions=[0 if m else -1 for m in mask],
-        **fields,
-    )
-
-
 @pytest.fixture
 def batch() -> TrainBatch:
     return make_batch()
-
-
-def make_batch(step: int = 1, seed: int = 0) -> TrainBatch:
-    """3 tasks × 3 episodes: one or two rows, one or two turns, prompts shared within a task, mixed rewards."""
-    generator = torch.Generator().manual_seed(seed)
-    episodes = []
-    for task in range(3):
-        prompt = torch.randint(0, VOCABULARY, (20 + 3 * task,), generator=generator).tolist()
-        for repeat in range(3):
-            n = 3 * task + repeat
-            rows = [sample(10 * n + seed, f"e{n}", f"t{task}", prompt=prompt, turns=[(4 + n, 3), (2 + repeat, 0)])]
-            if repeat == 1:
-                rows.append(sample(10 * n + seed + 5, f"e{n}", f"t{task}", prompt=prompt[:9], turns=[(6, 0)]))
-            episodes.append(FinishedEpisode(f"e{n}", f"t{task}", reward=[0.0, 1.0, 0.3][(n + task) % 3], samples=rows))
-    return TrainBatch(step=step, episodes=episodes)

@@ -1,8 +1,8 @@
 """Rewards → advantages with veRL's estimators, one credit per episode.
 
-An episode counts once, whatever its number of rows: its sampled tokens, row after row, form the one response an estimator
-sees, with the reward at its end. Groups are tasks. An episode alone in its group has nothing to be compared with: for the
-estimators that compare within a group its advantage is 0.
+An episode counts once, whatever its number of rows: its sampled tokens, row after row, form the one response an
+estimator sees, with the reward at its end. Groups are tasks. An episode alone in its group has nothing to be compared
+with: for the estimators that compare within a group its advantage is 0.
 """
 
 from __future__ import annotations

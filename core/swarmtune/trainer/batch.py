@@ -1,8 +1,8 @@
 """Finished episodes → rows → mini-batches → micro-batches.
 
-Promises: every sampled token that has a context is in exactly one row of one mini-batch per epoch; nothing is dropped so
-that numbers divide; the loss weights of a mini-batch sum to 1, so that neither the packing into micro-batches nor the
-number of rows an episode was split into changes the loss.
+Promises: every sampled token that has a context is in exactly one row of one mini-batch per epoch; nothing is dropped
+so that numbers divide; the loss weights of a mini-batch sum to 1, so that neither the packing into micro-batches nor
+the number of rows an episode was split into changes the loss.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def split_by_episode(rows: Sequence[Row], parts: int, rng: np.random.Generator) 
 def loss_weights(rows: Sequence[Row], loss_agg: str) -> list[float]:
     """Per row, the weight of each of its tokens under the mask; over all rows and tokens they sum to 1.
 
-    `episode-mean`: an episode's mean token loss counts 1/E however many rows it has. `token-mean`: each token counts 1/T.
+    `episode-mean`: an episode's mean token loss counts 1/E however many rows it has. `token-mean`: each token 1/T.
     """
     if loss_agg == "token-mean":
         total = sum(row.targets for row in rows)

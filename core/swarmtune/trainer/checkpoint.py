@@ -1,7 +1,7 @@
 """Checkpoint folders: complete or absent.
 
-A checkpoint is written beside its place, flushed to disk and renamed; a folder without `trainer.json` is not a checkpoint,
-and a name beginning with `.partial-` is the remains of an interrupted save, removed by the next save to the same place.
+A checkpoint is written beside its place, flushed to disk and renamed. A folder without `trainer.json` is no checkpoint;
+one whose name begins with `.partial-` is left of an interrupted save, and the next save to the same place removes it.
 """
 
 from __future__ import annotations

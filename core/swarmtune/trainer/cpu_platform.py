@@ -21,7 +21,7 @@ PLATFORM = "cpu"
 
 
 class _DeviceModule(ModuleType):
-    """What veRL expects of `torch.<device>`. A CPU has one device, no allocator to report on, and nothing to wait for."""
+    """What veRL expects of `torch.<device>`: a CPU has one device, no allocator statistics, and nothing to wait for."""
 
     def __init__(self) -> None:
         super().__init__("torch.cpu")
@@ -170,7 +170,10 @@ class CpuPlatform(PlatformBase):
 
 
 def activate() -> None:
-    """Make the CPU this process's veRL platform and register the engines. Idempotent; before `verl.workers` is imported."""
+    """Make the CPU this process's veRL platform and register the engines. Idempotent.
+
+    Call it before anything imports `verl.workers.engine`, which fixes the device at import.
+    """
     current = platform_manager._current_platform  # get_platform() would resolve it to a guess
     if current is None or current.device_name != PLATFORM:
         set_platform(CpuPlatform())

@@ -8,7 +8,7 @@ from swarmtune.config import OptimConfig
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of update `step` (1 is the first): linear warm-up, then the schedule down to 0 after `total_steps`."""
+    """Learning rate of update `step`, the first being 1: linear warm-up, then the schedule, 0 after `total_steps`."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant" or config.total_steps is None:

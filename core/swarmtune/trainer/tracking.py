@@ -9,9 +9,13 @@ import os
 from pathlib import Path
 
 from swarmtune.config import ConfigError, TrainConfig
+from swarmtune.trainer.worker import environment
 
 MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
 """Backend → the module it needs."""
+
+FOLDERS = {"TENSORBOARD_DIR": "tensorboard", "SWANLAB_LOG_DIR": "swanlab", "WANDB_DIR": "."}
+"""Variable that veRL or the backend reads when it opens a run → folder under the working directory."""
 
 
 class Tracker:
@@ -36,16 +40,14 @@ class Tracker:
                 raise ConfigError(
                     f"tracking.backends: {backend!r} needs the package {MODULES[backend]!r}; install it or leave it out"
                 )
-        # Read by veRL when it opens the run, and by wandb and swanlab for as long as they run.
-        os.environ.setdefault("TENSORBOARD_DIR", str(work_dir / "tensorboard"))
-        os.environ.setdefault("SWANLAB_LOG_DIR", str(work_dir / "swanlab"))
-        os.environ.setdefault("WANDB_DIR", str(work_dir))
-        self._tracking = Tracking(
-            project_name=config.tracking.project,
-            experiment_name=config.tracking.name or work_dir.name,
-            default_backend=backends,
-            config=config.model_dump(),
-        )
+        places = {name: str(work_dir / folder) for name, folder in FOLDERS.items() if name not in os.environ}
+        with environment(places):
+            self._tracking = Tracking(
+                project_name=config.tracking.project,
+                experiment_name=config.tracking.name or work_dir.name,
+                default_backend=backends,
+                config=config.model_dump(),
+            )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         if self._tracking is not None:

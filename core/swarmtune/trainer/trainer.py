@@ -1,9 +1,9 @@
 """The trainer: one batch of finished episodes in, one policy update with veRL out.
 
-Owns the master weights (fp32), the optimizer and the step number of one model. `update` either finishes or leaves weights,
-optimizer and step as they were before it; where it cannot (an error after the first of several optimizer steps) it raises
-HalfUpdated and refuses everything else. Knows nothing of HTTP, pools or engines: `weights` hands the tensors out.
-Every method blocks, and all of them must be called from one thread at a time.
+Owns the master weights (fp32), the optimizer and the step number of one model. `update` either finishes or leaves
+weights, optimizer and step as they were before it; where it cannot (an error after the first of several optimizer
+steps) it raises HalfUpdated and refuses further updates and saves. Knows nothing of HTTP, pools or engines: `weights`
+hands the tensors out. Every method blocks; one thread at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BYTES_PER_PARAMETER = 12
 
 
 class HalfUpdated(RuntimeError):
-    """The update failed after an optimizer step: the weights are no step's weights. Restart from the last checkpoint."""
+    """The update failed after an optimizer step: the weights are no step's weights. Start from the last checkpoint."""
 
 
 @dataclass(slots=True)
@@ -122,10 +122,9 @@ class Trainer:
 
         Raises:
             ValueError: the batch cannot be trained (no episodes, a baseline missing).
-            HalfUpdated: an error after the first of several optimizer steps.
+            HalfUpdated: an error after the first of several optimizer steps, in this update or an earlier one.
         """
-        if self._broken:
-            raise HalfUpdated("an earlier update failed half-way; start again from the last checkpoint")
+        self._check_whole()
         if not batch.episodes:
             raise ValueError(f"step {batch.step}: a batch without episodes")
         began = time.perf_counter()
@@ -134,7 +133,9 @@ class Trainer:
         metrics = _batch_metrics(batch.episodes, built.rows)
         metrics["tokens/no_context"] = built.no_context
         metrics["tokens/over_context"] = built.over_context
-        nothing = not built.rows or not (self._learns_without_advantage() or any(r.advantages.any() for r in built.rows))
+        nothing = not built.rows or not (
+            self._learns_without_advantage() or any(r.advantages.any() for r in built.rows)
+        )
         metrics["actor/skipped_zero_advantage"] = float(nothing)
         metrics["actor/lr"] = lr_at(batch.step, self._config.optim)
         prepared = time.perf_counter()
@@ -172,7 +173,9 @@ class Trainer:
 
         Raises:
             OSError: not enough space or not writable; an existing checkpoint at `path` is intact.
+            HalfUpdated: the weights are no step's weights.
         """
+        self._check_whole()
         engine = self._engine
         tensors = [p for p in engine.module.parameters()]
         needed = sum(p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else 4) for p in tensors)
@@ -201,6 +204,10 @@ class Trainer:
             raise RuntimeError("the trainer is not started: call start() first")
         return self._worker.engine
 
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise HalfUpdated("an earlier update failed half-way; start again from the last checkpoint")
+
     def _context_length(self) -> int | None:
         return getattr(self._worker.model_config.hf_config, "max_position_embeddings", None)
 
@@ -221,7 +228,9 @@ class Trainer:
         other = {k: v for k, v in state["model"].items() if v != mine[k]}
         if other:
             told = "; ".join(f"{k}: checkpoint {v}, configuration {mine[k]}" for k, v in other.items())
-            raise ConfigError(f"{resume}: the checkpoint is of another model ({told}); resume with the same model and lora")
+            raise ConfigError(
+                f"{resume}: the checkpoint is of another model ({told}); resume with the same model and lora"
+            )
 
     def _micro_batches(self, rows: list[Row], indices: Iterable[int]) -> list[MicroBatch]:
         return micro_batches(
@@ -273,9 +282,9 @@ class Trainer:
             log.warning("gradient not finite, optimizer step skipped", extra={"step": step})
 
     def _with_fixed_logprobs(self, rows: list[Row]) -> list[Row]:
-        """Rows with the log-probabilities that must not change during the update: the reference's, and our own old ones.
+        """Rows with the log-probabilities that stay fixed during the update: the reference's, and our own old ones.
 
-        Our own are computed only where several optimizer steps need a fixed point of comparison that the rollout does not
+        Our own are computed only where several optimizer steps need a point of comparison that the rollout does not
         give; with a single step they are those of the step's own forward pass.
         """
         algorithm = self._config.algorithm

@@ -41,13 +41,16 @@ def ensure_process_group() -> None:
     """
     if torch.distributed.is_initialized():
         if torch.distributed.get_world_size() != 1:
-            raise RuntimeError("the in-process trainer needs a process that is not part of a larger torch.distributed group")
+            raise RuntimeError(
+                "the in-process trainer needs a process that is not part of a larger torch.distributed group"
+            )
         return
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for the length of a block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -102,7 +105,7 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True)
         total_training_steps=1,
         lr_warmup_steps=0,
     )
-    with _environment(WORLD_OF_ONE):
+    with environment(WORLD_OF_ONE):
         worker = TinkerTrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
@@ -117,7 +120,7 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True)
 
 
 def shares_prefixes(hf_config: Any) -> bool:
-    """Whether rows of this model may be computed behind a block mask (see `fsdp_cpu.layout`)."""
+    """Whether rows of this model may be computed behind a block mask (see `layout`)."""
     if hf_config.model_type not in PREFIX_SHARING_MODELS:
         return False
     kinds = getattr(hf_config, "layer_types", None)
