@@ -8,7 +8,7 @@ Knows nothing of HTTP, of samples or of wall-clock time: seconds come from the `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from swarmtune.config import BatchingConfig
@@ -79,6 +79,11 @@ class ClientRegistry:
         client.share = share
         client.last_seen = self._clock()
         return self.view(name)
+
+    def restore(self, shares: Mapping[str, int | None]) -> None:
+        """Name → share of the clients that a server knew before its restart. Each has `client_timeout_s` to show up."""
+        for name, share in shares.items():
+            self._clients[name] = _Client(name, share, self._clock())
 
     def heartbeat(self, name: str) -> ClientView:
         """Note a sign of life.

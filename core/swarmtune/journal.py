@@ -1,7 +1,7 @@
 """The journal of one run: an SQLite file in the run's folder, the only writer of server state.
 
 What always holds: when `write` returns, its entries are on disk, all in one transaction (WAL, synchronous=FULL); when
-it raises, none is. Entries that arrive together share a commit. Writes take effect in the order of their calls. One live
+What always holds: when `write` returns, its entries are on disk, all in one transaction (WAL, synchronous=FULL); when
 server has the file; a second is refused. Samples of a batch stay until a checkpoint at or after its step is saved.
 
     journal = Journal.create(path, config=…)  |  Journal.open(path)
@@ -142,6 +142,13 @@ class ClientRegistered:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientRemoved:
+    """It said goodbye: after a restart nobody waits for it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class MetaSet:
     """A small fact of the server's own under `key`; any JSON value."""
 
@@ -161,6 +168,7 @@ Entry = (
     | CheckpointRemoved
     | EventWritten
     | ClientRegistered
+    | ClientRemoved
     | MetaSet
 )
 
@@ -183,7 +191,7 @@ class Recovery:
     closed: list[Episode]
     """The last closed episodes, oldest first, those aborted just now included: for EpisodeBook.restore."""
     clients: dict[str, int | None]
-    """Name → share of the registered clients."""
+    """Name → share of the registered clients: for ClientRegistry.restore."""
     last_seq: int
     """Of the events; 0 without any."""
     steps: list[StepRecord]
@@ -694,6 +702,9 @@ class _Store:
     def _add_client(self, entry: ClientRegistered) -> None:
         self._db.execute("INSERT OR REPLACE INTO clients VALUES (?, ?)", (entry.name, entry.share))
 
+    def _remove_client(self, entry: ClientRemoved) -> None:
+        self._db.execute("DELETE FROM clients WHERE name = ?", (entry.name,))
+
     def _write_meta(self, entry: MetaSet) -> None:
         if entry.key == CONFIG_KEY:
             raise ValueError(f"the key {CONFIG_KEY!r} is the run's configuration and does not change")
@@ -845,6 +856,7 @@ WRITERS: dict[type, Callable[[_Store, Any], None]] = {
     CheckpointRemoved: _Store._remove_checkpoint,
     EventWritten: _Store._add_event,
     ClientRegistered: _Store._add_client,
+    ClientRemoved: _Store._remove_client,
     MetaSet: _Store._write_meta,
 }
 

@@ -463,13 +463,14 @@ class SamplePool:
         """A task with enough episodes, finished or open, needs no more.
 
         Unless nothing else is running: a client that runs a task more often than `repeats`, one episode after the
-        other, would wait for itself. Its surplus is trained with the task; the size of the pool bounds it.
+        other, would wait for itself. Its surplus is trained with the task. Once two batches are in the pool it comes no
+        faster than one per patience.
         """
         pooled = len(self._groups[task_id].entries) if task_id in self._groups else 0
         opened = self._book.open_tasks.get(task_id)
         total = pooled + (opened.count if opened else 0)
-        idle = not self._book.open_tasks and not self._enough()
-        if total < self._repeats or (idle and len(self._pooled) < 2 * self._batch_tasks * self._repeats):
+        roomy = len(self._pooled) < 2 * self._batch_tasks * self._repeats or not self._moves(task_id)
+        if total < self._repeats or (roomy and not self._book.open_tasks and not self._enough()):
             return None
         return self._wait(
             Code.TOO_MANY_EPISODES,
