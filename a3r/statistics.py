@@ -133,6 +133,7 @@ Function = Callable[[Values, Values, Params], float | None]
 
 FUNCTIONS: dict[str, Function] = {
     "value": lambda x, _, __: x[0] if x else None,
+    "sum": lambda x, _, __: math.fsum(x),
     "n": lambda x, _, __: float(len(x)),
     "mean": lambda x, _, __: mean(x),
     "sd": lambda x, _, __: sd(x),
