@@ -9,10 +9,11 @@ Nothing here is imported by the product.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,11 +29,12 @@ from swarmtune.server import SwarmServer
 
 CHATML = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'tool' and loop.first %}{{ raise_exception('a tool result cannot be first') }}{% endif %}"
+    "{% if message['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must be first') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A chat template without tools or thinking that refuses a conversation which begins with a tool result."""
+"""A chat template without tools or thinking that refuses a system message after the first message."""
 
 
 def chatml_model(folder: Path, template: str = CHATML, context: int = 4096) -> Path:
@@ -130,6 +132,16 @@ class LocalServer:
             "batching.drain_s": 0.0,
         }
         return TrainConfig.from_dict(base | overrides).model_dump(mode="json")
+
+    async def until(self, predicate: Callable[[], bool], limit_s: float = 30.0) -> None:
+        """Wait for what no event tells.
+
+        Raises:
+            TimeoutError: not within `limit_s`.
+        """
+        async with asyncio.timeout(limit_s):
+            while not predicate():  # noqa: ASYNC110 - a test's condition has no event of its own
+                await asyncio.sleep(0.001)
 
     async def boot(self, **overrides: Any) -> ServerStatus:
         """Start with a configuration and wait until episodes can be claimed, or it failed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 
@@ -10,6 +12,7 @@ from swarmtune.testing import LocalServer
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+REFUSED = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}
 
 
 async def post(local: LocalServer, key: str | None, body, path: str = CHAT, **headers: str):
@@ -60,12 +63,9 @@ async def test_the_key_of_an_episode_that_is_over_or_expired_is_410(local):
 async def test_an_episode_that_ends_during_a_call_gets_no_answer_from_it(local):
     await local.server.stop()
     await local.boot(**{"engine.script_tokens_per_s": 50.0})
-    import asyncio
-
     grant = await local.claim()
     call = asyncio.create_task(post(local, grant.api_key, ASK))
-    while not local.backend.in_flight:
-        await asyncio.sleep(0.001)
+    await local.until(lambda: local.backend.in_flight > 0)
     await local.server.abort(grant.episode_id, "enough")
     status, error, _ = await call
     assert (status, error["code"]) == (410, "episode_over")
@@ -138,10 +138,9 @@ async def test_neutral_values_and_unknown_fields_are_taken(local):
 
 async def test_a_conversation_that_the_template_refuses_is_400_with_its_words(local):
     grant = await local.claim()
-    body = {"messages": [{"role": "tool", "content": "7", "tool_call_id": "x"}]}
-    status, error, _ = await post(local, grant.api_key, body)
+    status, error, _ = await post(local, grant.api_key, REFUSED)
     assert (status, error["code"]) == (400, "template_refused")
-    assert "a tool result cannot be first" in error["message"]
+    assert "the system message must be first" in error["message"]
 
 
 async def test_a_prompt_that_does_not_fit_is_the_apis_own_error(local):
@@ -177,7 +176,7 @@ async def test_a_server_without_a_training_says_so(model, tmp_path):
 async def test_a_refused_call_leaves_the_episode_as_it_was(local):
     grant = await local.claim()
     await post(local, grant.api_key, ASK | {"temperature": 9})
-    await post(local, grant.api_key, {"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]})
+    await post(local, grant.api_key, REFUSED)
     await local.chat(grant.api_key)
     result = await local.end(grant.episode_id)
     assert (result.outcome, result.samples) == ("admitted", 1)

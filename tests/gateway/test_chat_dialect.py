@@ -77,7 +77,8 @@ async def test_a_stream_has_one_id_the_role_first_one_finish_reason_and_usage_on
     assert [c.choices[0].finish_reason for c in plain if c.choices[0].finish_reason] == ["stop"]
     assert all(c.usage is None for c in plain)
     asked = [
-        c async for c in await client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
+        c
+        async for c in await client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
     ]
     assert asked[-1].choices == [] and asked[-1].usage.completion_tokens == 25
     assert all(c.usage is None for c in asked[:-1])
@@ -146,7 +147,11 @@ async def test_logprobs_come_one_per_token_streamed_and_not(client):
 
 async def test_a_conversation_continues_from_its_sampled_tokens(client, local):
     first = await client.chat.completions.create(**ASK)
-    history = [*ASK["messages"], first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "sure?"}]
+    history = [
+        *ASK["messages"],
+        first.choices[0].message.model_dump(exclude_none=True),
+        {"role": "user", "content": "sure?"},
+    ]
     second = await client.chat.completions.create(model="m", messages=history)
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
     result = await local.end(client.episode_id, 1.0)
@@ -166,7 +171,11 @@ async def test_parallel_calls_of_one_episode_run_in_parallel(client, local):
 
 async def test_every_content_form_is_read_as_one(client, local):
     local.script["answer"] = lambda messages, index: messages[-1]["content"]
-    forms = ["hello", [{"type": "text", "text": "hello"}], [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]]
+    forms = [
+        "hello",
+        [{"type": "text", "text": "hello"}],
+        [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+    ]
     answers = []
     for content in forms:
         answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
@@ -175,7 +184,9 @@ async def test_every_content_form_is_read_as_one(client, local):
 
 
 async def test_what_was_asked_and_what_was_used_is_recorded(client, local):
-    await client.chat.completions.create(**ASK, temperature=0.3, max_tokens=9999, extra_body={"cache_hint": 1}, user="me")
+    await client.chat.completions.create(
+        **ASK, temperature=0.3, max_tokens=9999, extra_body={"cache_hint": 1}, user="me"
+    )
     report = local.server.merge_report(client.episode_id)
     turn = report["turns"][0]
     assert turn["asked"] == {"temperature": 0.3, "max_tokens": 9999}

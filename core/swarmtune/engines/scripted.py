@@ -23,16 +23,17 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 from tokenizers import Tokenizer
 
-from swarmtune.backend import BackendInfo, BackendLost, StartFailed, UpdateFailed
+from swarmtune.backend import BackendInfo, BackendLost, StartFailed
 from swarmtune.config import TrainConfig
 from swarmtune.types import FinishReason, GenerateChunk, GenerateRequest, SamplingParams, StepResult, TrainBatch
 
 ScriptMessage = dict[str, str]
 Script = Callable[[Sequence[ScriptMessage], int], str]
+Act = Literal["start", "train", "save"]
 
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)
 
@@ -111,7 +112,7 @@ class ScriptedBackend:
         self._trained: list[str] = []
         self._lost: asyncio.Future[str] | None = None
         self._open = asyncio.Event()
-        self._fail_next: list[Exception] = []
+        self._planned: dict[Act, Exception] = {}
         self.in_flight = 0
         """Generations running now."""
         self.cancelled = 0
@@ -125,9 +126,9 @@ class ScriptedBackend:
             self._lost.set_result(reason)
         self._open.set()
 
-    def fail_next(self, error: Exception) -> None:
-        """Let the next start, update or save raise `error`."""
-        self._fail_next.append(error)
+    def fail_next(self, act: Act, error: Exception) -> None:
+        """Let the next start, train or save raise `error`."""
+        self._planned[act] = error
 
     @property
     def trained_episodes(self) -> list[str]:
@@ -137,7 +138,7 @@ class ScriptedBackend:
     # -- the contract
 
     async def start(self, config: TrainConfig, *, work_dir: Path, resume: Path | None) -> BackendInfo:
-        self._raise_planned()
+        self._raise_planned("start")
         folder = await asyncio.to_thread(model_folder, config.model)
         self._script = self._given_script or load_script(config.engine.script)
         try:
@@ -196,7 +197,7 @@ class ScriptedBackend:
         self._open.clear()
         try:
             await self._sleep(self._config.engine.script_update_s)
-            self._raise_planned()
+            self._raise_planned("train")
             self._trained += [episode.episode_id for episode in batch.episodes]
             self._version = batch.step
         finally:
@@ -216,7 +217,7 @@ class ScriptedBackend:
 
     async def save(self, path: Path) -> None:
         self._raise_if_lost()
-        self._raise_planned()
+        self._raise_planned("save")
         await asyncio.to_thread(write_checkpoint, path, self._version, self._trained)
 
     async def wait_lost(self) -> str:
@@ -267,10 +268,10 @@ class ScriptedBackend:
         if self._lost.done():
             raise BackendLost(self._lost.result())
 
-    def _raise_planned(self) -> None:
-        if self._fail_next:
-            error = self._fail_next.pop(0)
-            raise error if isinstance(error, (StartFailed, OSError)) else UpdateFailed(str(error))
+    def _raise_planned(self, act: Act) -> None:
+        error = self._planned.pop(act, None)
+        if error is not None:
+            raise error
 
 
 def _alternatives(ids: Sequence[int], logprobs: Sequence[float], k: int) -> list[dict[int, float]]:

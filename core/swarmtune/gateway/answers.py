@@ -12,7 +12,7 @@ from dataclasses import replace
 from swarmtune.gateway.dialect import TokenLogprob
 from swarmtune.gateway.dialects.chat import call_id
 from swarmtune.rendering.renderer import Renderer
-from swarmtune.types import Message, ToolSpec
+from swarmtune.types import Message
 
 MARKERS = (
     "<think",
@@ -58,48 +58,48 @@ def cut_at(text: str, stop: str | None) -> str:
     return text[:at] if at >= 0 else text
 
 
-def whole_message(
-    renderer: Renderer,
-    token_ids: Sequence[int],
-    text: str,
-    turn_id: str,
-    tools: Sequence[ToolSpec],
-    stops: Sequence[str],
-    stop_string: str | None,
-    *,
-    one_call: bool = False,
-) -> Message:
-    """The assistant message of a chat answer, its calls carrying ids that lead back to the turn.
+def opens_reasoning(renderer: Renderer) -> bool:
+    """Whether this model's prompts end inside its thinking, so that an answer's first text is no content."""
+    return renderer.parse(renderer.encode("thought")).reasoning is not None
 
-    `one_call`: the client takes one call at a time; further ones are not delivered.
+
+def whole_message(
+    parsed: Message, text: str, turn_id: str, stop: str | None, told_from: str, *, one_call: bool = False
+) -> Message:
+    """The assistant message that is delivered for a chat answer, its calls carrying ids that lead back to the turn.
+
+    Args:
+        parsed: what the renderer made of the tokens.
+        text: the answer's decoded text.
+        told_from: what of the text may be given out before it is whole; the message's content begins with it.
+        one_call: the client takes one call at a time; further ones are not delivered.
     """
-    parsed = renderer.parse(token_ids, tools)
-    content = cut_at(parsed.content, stop_string)
-    plain = cut_at(text, stop_string)
-    plain = plain[: plain_length(plain, stops)]
-    if not content.startswith(plain.rstrip()) and parsed.reasoning is None:
-        content = plain
+    content, reasoning = cut_at(parsed.content, stop), parsed.reasoning
+    if not content.startswith(told_from.rstrip()):
+        content, reasoning = (told_from if parsed.tool_calls else cut_at(text, stop)), None
     calls = parsed.tool_calls[:1] if one_call else parsed.tool_calls
     return replace(
         parsed,
         role="assistant",
         content=content,
+        reasoning=reasoning,
         tool_calls=tuple(replace(call, id=call_id(turn_id, at)) for at, call in enumerate(calls)),
         turn_id=turn_id,
     )
 
 
-class LogprobTexts:
-    """Token texts for logprobs, decoded once per token id."""
+class AnswerTexts:
+    """What all calls of one model share: whether answers begin inside thinking, and token texts, decoded once each."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+        self.renderer = renderer
+        self.opens_reasoning = opens_reasoning(renderer)
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
         found = self._texts.get(token_id)
         if found is None:
-            found = self._texts[token_id] = self._renderer.decode([token_id], special=True)
+            found = self._texts[token_id] = self.renderer.decode([token_id], special=True)
         return found
 
     def entries(

@@ -24,7 +24,7 @@ from aiohttp import web
 from swarmtune.backend import BackendLost, ContextOverflow, GenerateFailed, RequestRefused
 from swarmtune.config import SamplingConfig
 from swarmtune.episodes import Episode, EpisodeError, UnknownEpisode
-from swarmtune.gateway.answers import LogprobTexts, certain_length, cut_at, whole_message
+from swarmtune.gateway.answers import AnswerTexts, certain_length, cut_at, plain_length, whole_message
 from swarmtune.gateway.auth import Keyring, bearer_key
 from swarmtune.gateway.control import STATUS, ControlRefused
 from swarmtune.gateway.dialect import Answer, CallInfo, Delta, Dialect, ModelCall, Refused, StreamEncoder, TokenLogprob
@@ -69,8 +69,7 @@ class ModelRoutes:
     def __init__(self, server: SwarmServer, keys: Keyring) -> None:
         self._server = server
         self._keys = keys
-        self._texts: LogprobTexts | None = None
-        self._texts_of: Renderer | None = None
+        self._texts: AnswerTexts | None = None
 
     def add_to(self, app: web.Application) -> None:
         for path, dialect in DIALECTS.items():
@@ -111,7 +110,7 @@ class ModelRoutes:
                 created=int(time.time()),
                 prompt_tokens=len(choices[0].turn.prompt),
             )
-            exchange = Exchange(self._server, run, episode, session, call, info, choices, self._logprob_texts(run))
+            exchange = Exchange(self._server, run, episode, session, call, info, choices, self._answer_texts(run))
             try:
                 if call.stream:
                     return await exchange.stream(dialect, request)
@@ -174,10 +173,10 @@ class ModelRoutes:
                 choices.append(Choice(again, sampling))
         return choices
 
-    def _logprob_texts(self, run: Run) -> LogprobTexts:
+    def _answer_texts(self, run: Run) -> AnswerTexts:
         assert run.renderer is not None
-        if self._texts is None or self._texts_of is not run.renderer:
-            self._texts, self._texts_of = LogprobTexts(run.renderer), run.renderer
+        if self._texts is None or self._texts.renderer is not run.renderer:
+            self._texts = AnswerTexts(run.renderer)
         return self._texts
 
     # -- models
@@ -219,7 +218,7 @@ class Exchange:
     call: ModelCall
     info: CallInfo
     choices: list[Choice]
-    texts: LogprobTexts
+    texts: AnswerTexts
     committed: list[Choice] = field(default_factory=list)
     delivered: bool = False
 
@@ -333,11 +332,7 @@ class Exchange:
 
     async def _tell(self, index: int, choice: Choice, so_far: str, fresh: int, speak: Speak) -> None:
         """Give out what is certain."""
-        limit = (
-            len(so_far)
-            if self.call.prompts and not choice.sampling.stop
-            else certain_length(so_far, choice.sampling.stop)
-        )
+        limit = self._certain(choice, so_far)
         logprobs = self._logprobs(choice, len(choice.token_ids) - fresh) if self.call.logprobs else ()
         if limit > choice.told or logprobs:
             delta = Delta(content=so_far[choice.told : limit], logprobs=tuple(logprobs))
@@ -390,16 +385,21 @@ class Exchange:
     def _message(self, choice: Choice, text: str) -> Message:
         if self.call.prompts:
             return Message("assistant", cut_at(text, choice.stop_string), turn_id=choice.turn.turn_id)
+        plain = text[: plain_length(text, choice.sampling.stop)]
         return whole_message(
-            self.renderer,
-            choice.token_ids,
+            self.renderer.parse(choice.token_ids, self.call.tools),
             text,
             choice.turn.turn_id,
-            self.call.tools,
-            choice.sampling.stop,
             choice.stop_string,
+            "" if self.texts.opens_reasoning else plain,
             one_call=not self.call.parallel_tool_calls,
         )
+
+    def _certain(self, choice: Choice, text: str) -> int:
+        """Characters of a growing answer that can be given out."""
+        if self.call.prompts:
+            return len(text) if not choice.sampling.stop else certain_length(text, choice.sampling.stop)
+        return 0 if self.texts.opens_reasoning else certain_length(text, choice.sampling.stop)
 
     def _delivered(self) -> None:
         for choice in self.committed:
