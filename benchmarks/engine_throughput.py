@@ -2,9 +2,9 @@
 
     python benchmarks/engine_throughput.py [--model smollm2-135m] [--repetitions 5] [--threads N]
 
-Every repetition runs all contestants after each other and the medians are compared, so that a slow spell of the machine
-hits each alike. All sample at temperature 1 and ignore the end-of-turn token: the same number of tokens each. `generate`
-gets the static batch, padded and with its cache, and returns no logprobs; the engine returns them.
+Every repetition runs all contestants after each other and the medians are compared, so that a slow spell of the
+machine hits each alike. All sample at temperature 1 and ignore the end-of-turn token: the same number of tokens each.
+`generate` gets the static batch, padded and with its cache, and returns no logprobs; the engine returns them.
 """
 
 from __future__ import annotations

@@ -59,6 +59,13 @@ def tiny_folder(tmp_path_factory) -> Path:
     return build_model(tmp_path_factory.mktemp("tiny"), *FAMILIES["llama"])
 
 
+@pytest.fixture(scope="session")
+def long_folder(tmp_path_factory) -> Path:
+    """Made for 8192 tokens, so that a generation can outlast any test."""
+    config = LlamaConfig(**SHAPE | {"max_position_embeddings": 8192}, tie_word_embeddings=True)
+    return build_model(tmp_path_factory.mktemp("long"), config, LlamaForCausalLM)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Leave the machine's other cores to the other tests."""

@@ -7,7 +7,7 @@ server, of frames or of training. `hf.HFEngine` is the embedded one; another eng
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -27,14 +27,18 @@ class Engine(Protocol):
 
     context_length: int
     """Tokens of prompt plus answer that fit: the configured length, at most what the model was made for."""
-    weight_version: int
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights in use: the step that made them."""
+        ...
 
     @classmethod
     def load(cls, config: TrainConfig, model_path: Path, torch_thread: ThreadPoolExecutor) -> Self:
         """Read the model of a Hugging Face folder. Blocks; called on the torch thread."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Stream one generation; closing the iterator aborts it and frees its place at once. Waits while paused.
 
         Raises:

@@ -8,9 +8,11 @@ under the new weights, each chunk stamped with the version that sampled it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -18,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from swarmtune.backend import GenerateFailed, RequestRefused
+from swarmtune.backend import GenerateFailed
 from swarmtune.config import TrainConfig
 from swarmtune.engines.engine import NamedTensors
 from swarmtune.engines.rolling import ATTENTION, Decode, Emission, RollingBatch
@@ -43,6 +45,7 @@ class HFEngine:
         self._batch = batch
         self._torch_thread = torch_thread
         self._streams: dict[str, asyncio.Queue[GenerateChunk | Exception]] = {}
+        self._keys = itertools.count()
         self._wake = asyncio.Event()
         self._paused = False
         self._idle = asyncio.Event()
@@ -72,11 +75,11 @@ class HFEngine:
     def model(self) -> PreTrainedModel:
         return self._batch.model
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        if request.request_id in self._streams:
-            raise RequestRefused(f"request id {request.request_id!r} is in use; each request needs its own")
-        self._batch.submit(request)
-        stream = self._streams[request.request_id] = asyncio.Queue()
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        # A key of our own: chunks of an aborted request must not reach a later one with the same id.
+        key = str(next(self._keys))
+        self._batch.submit(replace(request, request_id=key))
+        stream = self._streams[key] = asyncio.Queue()
         self._start_pump()
         self._wake.set()
         finished = False
@@ -89,9 +92,9 @@ class HFEngine:
                 finished = item.finish_reason is not None
                 yield item
         finally:
-            del self._streams[request.request_id]
+            del self._streams[key]
             if not finished:
-                self._batch.abort(request.request_id)
+                self._batch.abort(key)
                 self._wake.set()
 
     async def pause(self, *, drain_s: float) -> None:
@@ -152,11 +155,11 @@ class HFEngine:
         return self._batch.has_running if self._paused else self._batch.has_work
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        for request_id, item in emissions:
-            if (stream := self._streams.get(request_id)) is not None:
+        for key, item in emissions:
+            if (stream := self._streams.get(key)) is not None:
                 stream.put_nowait(item)
             elif isinstance(item, GenerateChunk) and item.finish_reason is None:
-                self._batch.abort(request_id)
+                self._batch.abort(key)
 
     async def _on_torch_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
@@ -166,13 +169,16 @@ def load_model(model_path: Path, dtype: torch.dtype, *, context_length: int) -> 
     """The causal model of a Hugging Face folder, ready for a RollingBatch. Never asks the hub.
 
     Raises:
-        UnsupportedModel: some layer sees less than the whole context, or is no attention at all.
+        UnsupportedModel: some layer sees less than the whole context, or is no attention at all, or there is no head.
     """
     _check_attention(AutoConfig.from_pretrained(model_path, local_files_only=True), context_length)
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=dtype, attn_implementation=ATTENTION, local_files_only=True
     )
-    model.get_output_embeddings().register_forward_pre_hook(_contiguous_input)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModel(f"{model_path}: the model has no output layer; take a causal language model")
+    head.register_forward_pre_hook(_contiguous_input)
     return model.eval().requires_grad_(False)
 
 

@@ -1,8 +1,8 @@
 """A rolling batch over a transformers causal model: requests join and leave between decode steps.
 
-Owns the running requests, their cache rows and the queue of waiting ones. `step` does one round: admit what fits (prompts
-are padded into few forward passes; what another request has already computed is copied, not computed), else decode one
-token for every running request. Row i of the cache always belongs to `self._running[i]`. A request never
+Owns the running requests, their cache rows and the queue of waiting ones. `step` does one round: admit what fits
+(prompts are padded into few forward passes; what another request has already computed is copied, not computed), else
+decode one token for every running request. Row i of the cache always belongs to `self._running[i]`. A request never
 changes what another one draws, apart from rounding: kernels may round differently at another batch size.
 Not thread-safe but for `submit` and `abort`, which only fill the inbox that `step` empties.
 """
@@ -134,7 +134,7 @@ class RollingBatch:
         self._eos = eos_token_ids
         self._seed = seed
         self._device = model.device
-        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # pyright: ignore[reportOptionalMemberAccess] - load_model checked
         self._group: int = model.config.num_attention_heads // (
             getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         )
@@ -220,7 +220,7 @@ class RollingBatch:
         prompt, params = request.prompt_token_ids, request.sampling
         if not prompt:
             raise RequestRefused("the prompt is empty; send at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+        if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in prompt):
             raise RequestRefused(f"a prompt token is outside the vocabulary of {self._vocabulary} tokens")
         if params.max_tokens < 1 or not (math.isfinite(params.temperature) and params.temperature >= 0):
             raise RequestRefused("max_tokens must be at least 1 and temperature a finite number of at least 0")

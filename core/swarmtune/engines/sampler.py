@@ -1,8 +1,8 @@
 """One token per row from next-token logits. Plain functions on tensors; knows nothing of requests or caches.
 
 Each row is drawn by inverse transform from one uniform number of its own, so a row's token depends on its logits, its
-parameters and its number alone, and a row costs one pass over the vocabulary. Only rows that cut the distribution (top_p,
-top_k) look at a sorted part of it.
+parameters and its number alone, and a row costs one pass over the vocabulary. Only rows that cut the distribution
+(top_p, top_k) look at a sorted part of it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,320 @@
+"""The engine process for real: a child with a tiny model, trained by veRL, killed, stopped, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from swarmtune.backend import BackendLost, ContextOverflow, RequestRefused, StartFailed, UpdateFailed
+from swarmtune.config import TrainConfig
+from swarmtune.engines.process import LOG_NAME, ProcessBackend
+from swarmtune.types import (
+    FinishedEpisode,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [1, 2, 3, 4]
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=8000, ignore_eos=True)
+"""Far longer than any test runs."""
+SAFETY_S = 60.0
+
+
+def make_config(folder: Path, **keys: object) -> TrainConfig:
+    base: dict[str, object] = {
+        "model": str(folder),
+        "trainer.dtype": "fp32",
+        "optim.lr": 1e-2,
+        "engine.context_length": 8192,
+        "engine.threads": 1,
+        "engine.max_batch": 4,
+        "batch_tasks": 1,
+        "repeats": 4,
+    }
+    return TrainConfig.from_dict(base | keys)
+
+
+async def ask(backend: ProcessBackend, name: str, sampling: SamplingParams = GREEDY) -> list[GenerateChunk]:
+    return [chunk async for chunk in backend.generate(GenerateRequest(name, PROMPT, sampling))]
+
+
+def tokens(chunks: list[GenerateChunk]) -> list[int]:
+    return [t for c in chunks for t in c.token_ids]
+
+
+async def make_batch(backend: ProcessBackend, step: int) -> TrainBatch:
+    """Four sampled episodes of one task, half of them rewarded."""
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    answers = await asyncio.gather(*[ask(backend, f"step {step}, {i}", sampling) for i in range(4)])
+    episodes = []
+    for i, chunks in enumerate(answers):
+        sampled, blank = tokens(chunks), len(PROMPT)
+        sample = Sample(
+            sample_id=f"s{i}",
+            episode_id=f"e{i}",
+            task_id="task",
+            token_ids=PROMPT + sampled,
+            loss_mask=[0] * blank + [1] * len(sampled),
+            logprobs=[0.0] * blank + [p for c in chunks for p in c.logprobs],
+            weight_versions=[-1] * blank + [c.weight_version for c in chunks],
+        )
+        episodes.append(FinishedEpisode(f"e{i}", "task", float(i % 2), [sample]))
+    return TrainBatch(step, episodes)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SAFETY_S):
+        while not condition():  # noqa: ASYNC110 - other processes set no events
+            await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(long_folder, tmp_path_factory) -> AsyncIterator[ProcessBackend]:
+    """One started backend for the tests that leave it well."""
+    backend = ProcessBackend()
+    await backend.start(make_config(long_folder), work_dir=tmp_path_factory.mktemp("work"), resume=None)
+    yield backend
+    await backend.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh() -> AsyncIterator[ProcessBackend]:
+    """A backend that the test starts, kills or stops itself."""
+    backend = ProcessBackend()
+    yield backend
+    await backend.stop(grace_s=1.0)
+
+
+async def test_parallel_generations_each_get_their_own_answer(shared):
+    seeds = [SamplingParams(max_tokens=10, seed=i, ignore_eos=True) for i in range(4)]
+    together = await asyncio.gather(*[ask(shared, f"p{i}", s) for i, s in enumerate(seeds)])
+    alone = [await ask(shared, f"a{i}", s) for i, s in enumerate(seeds)]
+    assert [tokens(c) for c in together] == [tokens(c) for c in alone]
+    assert len({tuple(tokens(c)) for c in together}) == 4
+    assert all(c[-1].finish_reason is FinishReason.LENGTH for c in together)
+
+
+async def test_refused_requests_leave_the_others_alone(shared):
+    running = asyncio.create_task(ask(shared, "well", SamplingParams(max_tokens=200, ignore_eos=True)))
+    with pytest.raises(ContextOverflow, match="8192"):
+        await ask(shared, "too long", SamplingParams(max_tokens=8192))
+    with pytest.raises(RequestRefused, match="vocabulary"):
+        _ = [c async for c in shared.generate(GenerateRequest("odd", [99999], GREEDY))]
+    with pytest.raises(RequestRefused):
+        _ = [c async for c in shared.generate(GenerateRequest("odder", ["x"], GREEDY))]  # type: ignore[list-item]
+    assert len(tokens(await running)) == 200
+
+
+async def test_closing_the_iterator_frees_its_place(shared):
+    endless = [shared.generate(GenerateRequest(f"endless {i}", PROMPT, LONG)) for i in range(4)]
+    for stream in endless:
+        await anext(stream)
+    waiting = asyncio.create_task(ask(shared, "waiting"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await endless[0].aclose()
+    async with asyncio.timeout(SAFETY_S):
+        assert len(tokens(await waiting)) == 16
+    for stream in endless:
+        await stream.aclose()
+
+
+async def test_sigint_is_ignored(shared):
+    os.kill(shared.pid, signal.SIGINT)
+    assert len(tokens(await ask(shared, "still here"))) == 16
+
+
+async def test_save_that_cannot_be_written_is_an_os_error(shared, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r".+"):
+        await shared.save(tmp_path / "file" / "checkpoint")
+    assert len(tokens(await ask(shared, "after"))) == 16
+
+
+async def test_update_that_cannot_be_trained_changes_nothing(shared):
+    before = await ask(shared, "before")
+    with pytest.raises(UpdateFailed, match="without episodes"):
+        await shared.train(TrainBatch(99, []))
+    after = await ask(shared, "after")
+    assert (tokens(after), after[0].weight_version) == (tokens(before), before[0].weight_version)
+
+
+async def test_generations_wait_for_an_update_and_none_is_dropped(shared):
+    batch = await make_batch(shared, 7)
+    sampling = SamplingParams(max_tokens=300, ignore_eos=True)
+    running = asyncio.create_task(ask(shared, "running", sampling))
+    training = asyncio.create_task(shared.train(batch))
+    later = [asyncio.create_task(ask(shared, f"later {i}", sampling)) for i in range(6)]
+    async with asyncio.timeout(SAFETY_S):
+        answers = [await task for task in (running, *later)]
+        assert (await training).weight_version == 7
+    assert all(len(tokens(chunks)) == 300 for chunks in answers)
+    assert {c.weight_version for c in answers[-1]} == {7}
+
+
+async def test_starting_twice_is_refused(shared, long_folder, tmp_path):
+    with pytest.raises(StartFailed, match="stop it first"):
+        await shared.start(make_config(long_folder), work_dir=tmp_path, resume=None)
+
+
+async def test_killed_process_is_noticed_and_restarted_from_its_checkpoint(fresh, long_folder, tmp_path):
+    config = make_config(long_folder)
+    info = await fresh.start(config, work_dir=tmp_path, resume=None)
+    assert (info.weight_version, info.model_path) == (0, long_folder)
+    untrained = await ask(fresh, "untrained")
+    result = await fresh.train(await make_batch(fresh, 1))
+    assert (result.step, result.weight_version) == (1, 1)
+    assert result.metrics["actor/grad_norm"] > 0
+    trained = await ask(fresh, "trained")
+    assert {c.weight_version for c in trained} == {1}
+    assert [c.logprobs for c in trained] != [c.logprobs for c in untrained]
+    await fresh.save(tmp_path / "checkpoint")
+
+    lost = asyncio.create_task(fresh.wait_lost())
+    stream = fresh.generate(GenerateRequest("cut off", PROMPT, LONG))
+    await anext(stream)
+    training = asyncio.create_task(fresh.train(await make_batch(fresh, 2)))
+    await asyncio.sleep(0)
+    assert not lost.done()
+    os.kill(fresh.pid, signal.SIGKILL)
+    async with asyncio.timeout(SAFETY_S):
+        with pytest.raises(BackendLost, match="signal 9"):
+            while True:
+                await anext(stream)
+        with pytest.raises(BackendLost):
+            await training
+        assert "signal 9 (SIGKILL)" in await lost
+    with pytest.raises(BackendLost):
+        await ask(fresh, "nobody there")
+
+    info = await fresh.start(config, work_dir=tmp_path, resume=tmp_path / "checkpoint")
+    assert info.weight_version == 1
+    again = await ask(fresh, "again")
+    assert [(c.token_ids, c.logprobs, c.weight_version) for c in again] == [
+        (c.token_ids, c.logprobs, c.weight_version) for c in trained
+    ]
+    assert (await fresh.train(await make_batch(fresh, 2))).weight_version == 2
+
+
+async def test_stop_while_generating_leaves_no_process(fresh, long_folder, tmp_path):
+    await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)
+    pid = fresh.pid
+    stream = fresh.generate(GenerateRequest("endless", PROMPT, LONG))
+    await anext(stream)
+    async with asyncio.timeout(SAFETY_S):
+        await fresh.stop()
+        with pytest.raises(BackendLost, match="stopped"):
+            while True:
+                await anext(stream)
+    assert not is_alive(pid)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [LOG_NAME]
+    await fresh.stop()
+
+
+async def test_process_that_does_not_answer_is_killed_within_the_grace(fresh, long_folder, tmp_path):
+    await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)
+    pid = fresh.pid
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(SAFETY_S):
+        await fresh.stop(grace_s=0.2)
+    assert not is_alive(pid)
+
+
+async def test_failed_start_says_why_and_may_be_repeated(fresh, long_folder, tmp_path):
+    with pytest.raises(StartFailed, match=r"unknown model: .*known names: .*tiny"):
+        await fresh.start(make_config(Path("no-such-model")), work_dir=tmp_path, resume=None)
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((long_folder / "config.json").read_bytes())
+    with pytest.raises(StartFailed, match="broken") as failure:
+        await fresh.start(make_config(broken), work_dir=tmp_path, resume=None)
+    assert failure.value.reason in failure.value.log_tail
+    assert not is_alive(fresh.pid)
+
+    dying = asyncio.create_task(fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None))
+    failed = fresh.pid
+    await until(lambda: fresh.pid != failed)
+    os.kill(fresh.pid, signal.SIGKILL)
+    with pytest.raises(StartFailed, match="signal 9"):
+        await dying
+
+    assert (await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)).weight_version == 0
+    assert len(tokens(await ask(fresh, "well again"))) == 16
+
+
+async def test_stop_during_start_ends_both(fresh, long_folder, tmp_path):
+    starting = asyncio.create_task(fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None))
+    await until(lambda: fresh.pid is not None)
+    pid = fresh.pid
+    async with asyncio.timeout(SAFETY_S):
+        await fresh.stop()
+        with pytest.raises(StartFailed, match="stopped"):
+            await starting
+    assert not is_alive(pid)
+
+
+async def test_engine_process_dies_with_a_server_that_is_killed(long_folder, tmp_path):
+    server = subprocess.Popen(  # noqa: ASYNC220 - the test has nothing else to do
+        [sys.executable, "-c", SERVER, str(long_folder), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert server.stdout is not None
+    engine = int(await asyncio.to_thread(server.stdout.readline))
+    assert is_alive(engine)
+    server.kill()
+    server.wait()
+    await until(lambda: not is_alive(engine))
+
+
+SERVER = textwrap.dedent("""
+    import asyncio, sys
+    from pathlib import Path
+    from swarmtune.config import TrainConfig
+    from swarmtune.engines.process import ProcessBackend
+
+    async def main():
+        backend = ProcessBackend()
+        config = TrainConfig.from_dict({"model": sys.argv[1], "engine.threads": 1, "trainer.dtype": "fp32"})
+        await backend.start(config, work_dir=Path(sys.argv[2]), resume=None)
+        print(backend.pid, flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+""")
+
+
+async def test_server_side_never_imports_torch():
+    check = "import sys, swarmtune.engines.process as p; assert 'torch' not in sys.modules, 'torch'"
+    await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", check],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
