@@ -593,7 +593,9 @@ class Tracker:
             return self._fresh_start(turn)
         shown = turn.segments[0].origin if turn.key != 0 and turn.segments else None
         if base.call is None and shown is not None:
-            return self._shown_otherwise(shown, turn.segments[0].tokens), shown
+            if shown.node.parent is base:
+                return self._shown_otherwise(shown, turn.segments[0].tokens), shown
+            return self._moved(turn, shown)
         return turn.walk.edited or BreakReason.EDITED_HISTORY, base.continued or base.answer
 
     def _fresh_start(self, turn: PreparedTurn) -> tuple[BreakReason, CallRecord | None]:
@@ -601,24 +603,29 @@ class Tracker:
         walk = turn.walk
         if turn.key == 0:
             return self._raw_break(turn)
-        for segment in turn.segments[: walk.depth]:
-            if segment.origin is not None and segment.tokens != segment.origin.node.tokens:
-                return self._shown_otherwise(segment.origin, segment.tokens), segment.origin
+        known = walk.node.path() if walk.node is not None else []
+        for node, segment in zip(known, turn.segments, strict=False):
+            if node.call is not None and segment.tokens != node.tokens:
+                return self._shown_otherwise(node.call, segment.tokens), node.call
         if walk.edited is not None:
             return walk.edited, walk.edited_call
         own = next((origin for origin in reversed(walk.origins) if origin is not None), None)
         if own is not None:
-            if turn.profile.system != own.profile.system and turn.profile.tools != own.profile.tools:
-                return BreakReason.SUB_AGENT, own
-            dropped = turn.prompt_messages <= own.prompt_messages
-            return BreakReason.COMPACTION if dropped else BreakReason.EDITED_HISTORY, own
+            return self._moved(turn, own)
         before = next((call for call in reversed(self.calls) if call.profile == turn.profile), None)
         if before is None:
             return BreakReason.SUB_AGENT, None
         if before.resumes and turn.prompt_messages < before.prompt_messages:
             return BreakReason.COMPACTION, before
-        shares_task = walk.node is not None and any(s.author == "user" for s in walk.node.path()[1:])
+        shares_task = any(node.author == "user" for node in known[1:])
         return (BreakReason.EDITED_HISTORY, before) if shares_task else (BreakReason.SUB_AGENT, None)
+
+    def _moved(self, turn: PreparedTurn, own: CallRecord) -> tuple[BreakReason, CallRecord]:
+        """An own turn stands after other messages than those it answered."""
+        if turn.profile.system != own.profile.system and turn.profile.tools != own.profile.tools:
+            return BreakReason.SUB_AGENT, own
+        dropped = turn.walk.origins.index(own) < own.prompt_messages
+        return BreakReason.COMPACTION if dropped else BreakReason.EDITED_HISTORY, own
 
     def _shown_otherwise(self, own: CallRecord, tokens: array[int]) -> BreakReason:
         same_text = self.text(own.node.tokens) == self.text(tokens)

@@ -159,6 +159,8 @@ class GenericRenderer:
     def _cut(self, whole: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> int:
         try:
             part = self._template.text(messages, tools)
+            if not whole.startswith(part):  # thinking that only the last answer shows
+                part = self._template.text([replace(message, reasoning=None) for message in messages], tools)
         except TemplateRefused:  # not a whole conversation yet: its tokens go to the next message
             return 0
         if not whole.startswith(part):
