@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
@@ -16,7 +15,7 @@ import pytest_asyncio
 
 from swarmtune.backend import BackendLost, ContextOverflow, RequestRefused, StartFailed, UpdateFailed
 from swarmtune.config import TrainConfig
-from swarmtune.engines.process import LOG_NAME, ProcessBackend
+from swarmtune.engines.process import ProcessBackend, _Child
 from swarmtune.types import (
     FinishedEpisode,
     FinishReason,
@@ -94,19 +93,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(long_folder, tmp_path_factory) -> AsyncIterator[ProcessBackend]:
-    """One started backend for the tests that leave it well."""
+    """One backend for all, since a start takes seconds; each test but the last leaves it well."""
     backend = ProcessBackend()
     await backend.start(make_config(long_folder), work_dir=tmp_path_factory.mktemp("work"), resume=None)
     yield backend
     await backend.stop()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def fresh() -> AsyncIterator[ProcessBackend]:
-    """A backend that the test starts, kills or stops itself."""
-    backend = ProcessBackend()
-    yield backend
-    await backend.stop(grace_s=1.0)
 
 
 async def test_parallel_generations_each_get_their_own_answer(shared):
@@ -181,26 +172,25 @@ async def test_starting_twice_is_refused(shared, long_folder, tmp_path):
         await shared.start(make_config(long_folder), work_dir=tmp_path, resume=None)
 
 
-async def test_killed_process_is_noticed_and_restarted_from_its_checkpoint(fresh, long_folder, tmp_path):
-    config = make_config(long_folder)
-    info = await fresh.start(config, work_dir=tmp_path, resume=None)
-    assert (info.weight_version, info.model_path) == (0, long_folder)
-    untrained = await ask(fresh, "untrained")
-    result = await fresh.train(await make_batch(fresh, 1))
-    assert (result.step, result.weight_version) == (1, 1)
+async def test_killed_process_is_noticed_and_restarted_from_its_checkpoint(shared, long_folder, tmp_path):
+    untrained = await ask(shared, "untrained")
+    step = untrained[0].weight_version + 1
+    result = await shared.train(await make_batch(shared, step))
+    assert (result.step, result.weight_version) == (step, step)
     assert result.metrics["actor/grad_norm"] > 0
-    trained = await ask(fresh, "trained")
-    assert {c.weight_version for c in trained} == {1}
+    trained = await ask(shared, "trained")
+    assert {c.weight_version for c in trained} == {step}
     assert [c.logprobs for c in trained] != [c.logprobs for c in untrained]
-    await fresh.save(tmp_path / "checkpoint")
+    await shared.save(tmp_path / "checkpoint")
 
-    lost = asyncio.create_task(fresh.wait_lost())
-    stream = fresh.generate(GenerateRequest("cut off", PROMPT, LONG))
+    next_batch = await make_batch(shared, step + 1)
+    lost = asyncio.create_task(shared.wait_lost())
+    stream = shared.generate(GenerateRequest("cut off", PROMPT, LONG))
     await anext(stream)
-    training = asyncio.create_task(fresh.train(await make_batch(fresh, 2)))
+    training = asyncio.create_task(shared.train(next_batch))
     await asyncio.sleep(0)
     assert not lost.done()
-    os.kill(fresh.pid, signal.SIGKILL)
+    os.kill(shared.pid, signal.SIGKILL)
     async with asyncio.timeout(SAFETY_S):
         with pytest.raises(BackendLost, match="signal 9"):
             while True:
@@ -209,87 +199,69 @@ async def test_killed_process_is_noticed_and_restarted_from_its_checkpoint(fresh
             await training
         assert "signal 9 (SIGKILL)" in await lost
     with pytest.raises(BackendLost):
-        await ask(fresh, "nobody there")
+        await ask(shared, "nobody there")
 
-    info = await fresh.start(config, work_dir=tmp_path, resume=tmp_path / "checkpoint")
-    assert info.weight_version == 1
-    again = await ask(fresh, "again")
+    info = await shared.start(make_config(long_folder), work_dir=tmp_path, resume=tmp_path / "checkpoint")
+    assert info.weight_version == step
+    again = await ask(shared, "again")
     assert [(c.token_ids, c.logprobs, c.weight_version) for c in again] == [
         (c.token_ids, c.logprobs, c.weight_version) for c in trained
     ]
-    assert (await fresh.train(await make_batch(fresh, 2))).weight_version == 2
+    assert (await shared.train(next_batch)).weight_version == step + 1
 
 
-async def test_stop_while_generating_leaves_no_process(fresh, long_folder, tmp_path):
-    await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)
-    pid = fresh.pid
-    stream = fresh.generate(GenerateRequest("endless", PROMPT, LONG))
-    await anext(stream)
-    async with asyncio.timeout(SAFETY_S):
-        await fresh.stop()
-        with pytest.raises(BackendLost, match="stopped"):
-            while True:
-                await anext(stream)
-    assert not is_alive(pid)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [LOG_NAME]
-    await fresh.stop()
-
-
-async def test_process_that_does_not_answer_is_killed_within_the_grace(fresh, long_folder, tmp_path):
-    await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)
-    pid = fresh.pid
-    os.kill(pid, signal.SIGSTOP)
-    async with asyncio.timeout(SAFETY_S):
-        await fresh.stop(grace_s=0.2)
-    assert not is_alive(pid)
-
-
-async def test_failed_start_says_why_and_may_be_repeated(fresh, long_folder, tmp_path):
+async def test_failed_start_says_why_and_may_be_repeated(shared, long_folder, tmp_path):
+    await shared.stop()
     with pytest.raises(StartFailed, match=r"unknown model: .*known names: .*tiny"):
-        await fresh.start(make_config(Path("no-such-model")), work_dir=tmp_path, resume=None)
+        await shared.start(make_config(Path("no-such-model")), work_dir=tmp_path, resume=None)
 
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((long_folder / "config.json").read_bytes())
     with pytest.raises(StartFailed, match="broken") as failure:
-        await fresh.start(make_config(broken), work_dir=tmp_path, resume=None)
+        await shared.start(make_config(broken), work_dir=tmp_path, resume=None)
     assert failure.value.reason in failure.value.log_tail
-    assert not is_alive(fresh.pid)
+    assert not is_alive(shared.pid)
 
-    dying = asyncio.create_task(fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None))
-    failed = fresh.pid
-    await until(lambda: fresh.pid != failed)
-    os.kill(fresh.pid, signal.SIGKILL)
+    failed = shared.pid
+    dying = asyncio.create_task(shared.start(make_config(long_folder), work_dir=tmp_path, resume=None))
+    await until(lambda: shared.pid != failed)
+    os.kill(shared.pid, signal.SIGKILL)
     with pytest.raises(StartFailed, match="signal 9"):
         await dying
 
-    assert (await fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None)).weight_version == 0
-    assert len(tokens(await ask(fresh, "well again"))) == 16
-
-
-async def test_stop_during_start_ends_both(fresh, long_folder, tmp_path):
-    starting = asyncio.create_task(fresh.start(make_config(long_folder), work_dir=tmp_path, resume=None))
-    await until(lambda: fresh.pid is not None)
-    pid = fresh.pid
+    failed = shared.pid
+    stopped = asyncio.create_task(shared.start(make_config(long_folder), work_dir=tmp_path, resume=None))
+    await until(lambda: shared.pid != failed)
     async with asyncio.timeout(SAFETY_S):
-        await fresh.stop()
+        await shared.stop()
         with pytest.raises(StartFailed, match="stopped"):
-            await starting
-    assert not is_alive(pid)
+            await stopped
+    assert not is_alive(shared.pid)
+
+    assert (await shared.start(make_config(long_folder), work_dir=tmp_path, resume=None)).weight_version == 0
+    assert len(tokens(await ask(shared, "well again"))) == 16
+
+
+async def test_process_that_does_not_answer_is_killed_within_the_grace(tmp_path):
+    child = await _Child.spawn(tmp_path, threads=1)
+    os.kill(child.pid, signal.SIGSTOP)
+    async with asyncio.timeout(SAFETY_S):
+        await child.end(grace_s=0.2)
+    assert not is_alive(child.pid)
 
 
 async def test_engine_process_dies_with_a_server_that_is_killed(long_folder, tmp_path):
-    server = subprocess.Popen(  # noqa: ASYNC220 - the test has nothing else to do
-        [sys.executable, "-c", SERVER, str(long_folder), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SERVER, str(long_folder), str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert server.stdout is not None
-    engine = int(await asyncio.to_thread(server.stdout.readline))
+    engine = int(await server.stdout.readline())
     assert is_alive(engine)
     server.kill()
-    server.wait()
+    await server.wait()
     await until(lambda: not is_alive(engine))
 
 
@@ -302,8 +274,12 @@ SERVER = textwrap.dedent("""
     async def main():
         backend = ProcessBackend()
         config = TrainConfig.from_dict({"model": sys.argv[1], "engine.threads": 1, "trainer.dtype": "fp32"})
-        await backend.start(config, work_dir=Path(sys.argv[2]), resume=None)
+        starting = asyncio.create_task(backend.start(config, work_dir=Path(sys.argv[2]), resume=None))
+        while backend.pid is None:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
         print(backend.pid, flush=True)
+        await starting
         await asyncio.Event().wait()
 
     asyncio.run(main())
@@ -311,10 +287,20 @@ SERVER = textwrap.dedent("""
 
 
 async def test_server_side_never_imports_torch():
-    check = "import sys, swarmtune.engines.process as p; assert 'torch' not in sys.modules, 'torch'"
-    await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-c", check],
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    check = "import sys, swarmtune.engines.process as p; sys.exit('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", check, env=env)
+    assert await process.wait() == 0
+
+
+async def test_stop_while_generating_leaves_no_process(shared, long_folder, tmp_path):
+    pid = shared.pid
+    stream = shared.generate(GenerateRequest("endless", PROMPT, LONG))
+    await anext(stream)
+    async with asyncio.timeout(SAFETY_S):
+        await shared.stop()
+        with pytest.raises(BackendLost, match="stopped"):
+            while True:
+                await anext(stream)
+    assert not is_alive(pid)
+    await shared.stop()

@@ -82,7 +82,7 @@ def rewarded_batch() -> TrainBatch:
 
 async def test_pause_lets_running_ones_finish_while_new_ones_wait(engine):
     running = asyncio.create_task(ask(engine, "running"))
-    await until_started(engine, "running")
+    await until_running(engine)
     pausing = asyncio.create_task(engine.pause(drain_s=SAFETY_S))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(ask(engine, "waiting", SamplingParams(max_tokens=2)))
@@ -138,7 +138,7 @@ def test_model_with_a_narrow_attention_window_is_refused(tmp_path):
         load_model(tmp_path, torch.float32, context_length=65)
 
 
-async def until_started(engine: HFEngine, request_id: str) -> None:
+async def until_running(engine: HFEngine) -> None:
     async with asyncio.timeout(SAFETY_S):
-        while not any(r.request.request_id == request_id for r in engine._batch._running):  # noqa: ASYNC110
+        while not engine._batch.has_running:  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.001)
