@@ -509,7 +509,8 @@ class _Store:
             store._check_identity()
             store._check_pages()
             with store._transaction():
-                pass  # takes the write lock: a read-only file is found out here and not at the first episode
+                # A write that changes nothing: a read-only file is found out here and not at the first episode.
+                store._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             store._last_order = store._db.execute("SELECT max(closed_order) FROM episodes").fetchone()[0] or 0
         return store
 
@@ -680,7 +681,8 @@ class _Store:
     def _trained(self, entry: BatchTrained) -> None:
         record = entry.record
         changed = self._db.execute(
-            "UPDATE batches SET state = 'trained', record = ? WHERE step = ?", (record.model_dump_json(), record.step)
+            "UPDATE batches SET state = 'trained', record = ? WHERE step = ?",
+            (json.dumps(record.model_dump()), record.step),
         )
         if changed.rowcount != 1:
             raise JournalError(Code.INTERNAL, f"{self.path}: step {record.step} was never planned; plan it first")
@@ -725,7 +727,7 @@ class _Store:
 
     def steps_after(self, step: int) -> list[StepRecord]:
         rows = self._select("SELECT record FROM batches WHERE step > ? AND record IS NOT NULL ORDER BY step", step)
-        return [StepRecord.model_validate_json(record) for (record,) in rows]
+        return [StepRecord.model_validate(json.loads(record)) for (record,) in rows]
 
     def checkpoints(self) -> list[CheckpointView]:
         rows = self._select("SELECT step, path, at, bytes FROM checkpoints ORDER BY step")

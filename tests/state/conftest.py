@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from swarmtune.episodes import EpisodeBook
-from tests.state.state_parts import FakeClock, Swarm, build_swarm
+
+# importmode=importlib puts no test folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+from state_parts import FakeClock, Swarm, build_swarm
 
 
 @pytest.fixture

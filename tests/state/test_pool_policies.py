@@ -15,10 +15,10 @@
 from __future__ import annotations
 
 import pytest
+from state_parts import finished_of, sample_of
 
 from swarmtune.pool import Admitted, DropReason, Rejected
 from swarmtune.protocol import Code
-from tests.state.state_parts import finished_of, sample_of
 
 # -- C1
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from state_parts import build_swarm, end_result, finished_of
 
 from swarmtune.episodes import EpisodeError
 from swarmtune.pool import Admitted, Rejected
 from swarmtune.protocol import EpisodeState
-from tests.state.state_parts import build_swarm, end_result, finished_of
 
 POLICIES = ["episode_count", "task_count", "nonzero_variance_task_count", "all_clients_agree", "any_client_agrees"]
 TASKS = ["a", "b", "c", "d"]
