@@ -1,8 +1,8 @@
 """From runs to verdicts: which values count, which rule fired, what the answer is. Leaders plan; this decides.
 
 Only completed runs are observations (diverged ones where the goal says so). A mark falls at a registered look, by the
-stage's registered rules, over exactly the seeds which that stage listed; Holm's step-down over the levels tested together
-sets each interval's alpha. A mark that has fallen stays. Every number is a `Number` with the addresses of its sources.
+stage's registered rules, over exactly the seeds which that stage listed; Holm's step-down over the levels tested
+together sets each interval's alpha. A mark that has fallen stays. Every number is a `Number` with its sources' addresses.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def number(fn: str, x: Sample, y: Sample | None = None, **params: float) -> Numb
 def arm_name(goal: Goal, level: Scalar, cell: Cell) -> str:
     """`lr=1e-06` or `batch_size=16+max_response=4000`: short, and fit for a path."""
     parts = {goal.question.factor: level, **cell}
-    return "+".join(f"{key.rsplit('.', 1)[-1][:24]}={_short(value)}" for key, value in parts.items())
+    return "+".join(f"{key.rsplit('.', 1)[-1][:32]}={_short(value)}" for key, value in parts.items())
 
 
 def _short(value: Scalar) -> str:
@@ -169,7 +169,7 @@ def planned_seeds(history: History, arm: str, purposes: Iterable[Purpose], upto:
     return sorted({s for plan in plans for a in plan.arms if a.name == arm and a.purpose in wanted for s in a.seeds})
 
 
-# --- the bar of min/max_that_still -------------------------------------------------------------------------------------
+# --- the bar of min/max_that_still -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,28 @@ def bar_of(criterion: Criterion) -> Bar:
     return Bar(1.0, -ratio, 0.0) if sign > 0 else Bar(-ratio, 1.0, 0.0)
 
 
+def metric_words(criterion: Criterion) -> str:
+    at = criterion.at
+    if at.step is not None:
+        return f"{criterion.metric} at step {at.step}"
+    if at.last_k is None or at.last_k == 1:
+        return f"final {criterion.metric}"
+    return f"{criterion.metric} ({at.stat} of the last {at.last_k} steps)"
+
+
 def bar_words(criterion: Criterion) -> str:
-    """`reward/mean@last2.mean of at least 0.6`."""
+    """`a reward/mean (mean of the last 2 steps) of at least 0.6`."""
     rule = criterion.rule
-    name = criterion.address()
+    name = metric_words(criterion)
     if rule is None:
         return name
     if rule.at_least is not None:
-        return f"{name} of at least {rule.at_least:g}"
+        return f"a {name} of at least {rule.at_least:g}"
     if rule.at_most is not None:
-        return f"{name} of at most {rule.at_most:g}"
+        return f"a {name} of at most {rule.at_most:g}"
     level = criterion.reference.level if criterion.reference else "?"
     if rule.not_worse_by is not None:
-        return f"{name} not worse than that of {level} by {rule.not_worse_by:g}"
+        return f"a {name} not worse than that of {level} by {rule.not_worse_by:g}"
     if rule.ratio_at_least is not None:
         return f"{rule.ratio_at_least:g} times the {name} of {level}"
     return name
@@ -381,7 +390,7 @@ def _robust(
     return True
 
 
-# --- where the search stands -------------------------------------------------------------------------------------------
+# --- where the search stands -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -473,7 +482,7 @@ def noise(lock: GoalLock, history: History) -> tuple[float | None, Number | None
     return found.v, found
 
 
-# --- the answer --------------------------------------------------------------------------------------------------------
+# --- the answer ------------------------------------------------------------------------------------------------------
 
 
 def conclude(lock: GoalLock, history: History, notes: Sequence[str] = ()) -> Decision:
@@ -642,7 +651,7 @@ def _untested_row(lock: GoalLock, history: History, level: Scalar, lad: Ladder) 
 
 def _missing_notes(ladders: Sequence[Ladder]) -> list[str]:
     return [
-        f"the mark of {row.arm} does not survive its {len(row.excluded)} missing runs being the worst or best value seen"
+        f"the mark of {row.arm} would not survive the worst or best value in its {len(row.excluded)} missing run(s)"
         for lad in ladders
         for row in lad.rows.values()
         if row.robust is False
@@ -664,7 +673,7 @@ def _next_steps(goal: Goal, answers: Sequence[CellAnswer]) -> list[str]:
     return out
 
 
-# --- best ----------------------------------------------------------------------------------------------------------------
+# --- best ------------------------------------------------------------------------------------------------------------
 
 
 def comparison_rules(margin: float | None) -> list[Rule]:
@@ -751,7 +760,7 @@ def judge_best(lock: GoalLock, history: History, index: int) -> tuple[Arm | None
 
 def _conclude_best(lock: GoalLock, history: History) -> Decision:
     goal, index = lock.goal, _last_look(history)
-    factor, metric = goal.question.factor, goal.question.criterion.address()
+    factor, metric = goal.question.factor, metric_words(goal.question.criterion)
     screened = _screen_rows(lock, history, set())
     if index is None:
         return _not_measured(screened)
@@ -816,7 +825,7 @@ def _not_measured(table: list[ArmRow]) -> Decision:
     )
 
 
-# --- compare and effect ------------------------------------------------------------------------------------------------------
+# --- compare and effect ----------------------------------------------------------------------------------------------
 
 
 def judge_compare(lock: GoalLock, history: History, index: int) -> list[ArmRow]:
@@ -842,7 +851,7 @@ def _conclude_compare(lock: GoalLock, history: History) -> Decision:
     if not rows or rows[1].mark == "not measured":
         return _not_measured(rows or _screen_rows(lock, history, set()))
     a, b = goal.question.levels
-    metric, factor, mark = goal.question.criterion.address(), goal.question.factor, rows[1].mark
+    metric, factor, mark = metric_words(goal.question.criterion), goal.question.factor, rows[1].mark
     sentences = {
         "better": (Verdict.SUPPORTED, f"{factor} {b} is better than {a} in {metric}."),
         "worse": (Verdict.SUPPORTED, f"{factor} {a} is better than {b} in {metric}."),
@@ -890,7 +899,8 @@ def judge_effect(lock: GoalLock, history: History, index: int) -> tuple[list[Arm
         rows.append(
             ArmRow(
                 arm=f"{goal.question.factor}={_short(level)} over all cells", level=level, mark=mark, rule=rule,
-                look=plan.look, planned=sum(len(s.seeds) + len(s.missing) for s in own), numbers=numbers, excluded=excluded,
+                look=plan.look, planned=sum(len(s.seeds) + len(s.missing) for s in own), numbers=numbers,
+                excluded=excluded,
             )
         )  # fmt: skip
     return rows, _interaction(goal, base, _over_cells(lock, history, arms, others[-1]), spend)
@@ -946,7 +956,7 @@ def _conclude_effect(lock: GoalLock, history: History) -> Decision:
     rows, tests = judge_effect(lock, history, index)
     if not rows or all(row.mark == "not measured" for row in rows):
         return _not_measured(screened)
-    factor, metric = goal.question.factor, goal.question.criterion.address()
+    factor, metric = goal.question.factor, metric_words(goal.question.criterion)
     marks = {row.mark for row in rows}
     if marks & {"better", "worse"}:
         verdict, sentence = Verdict.SUPPORTED, f"{factor} influences {metric}."

@@ -34,7 +34,7 @@ class Ready(Part):
     """The process is up when this URL answers 2xx."""
 
     http: str
-    within_s: Seconds = Field(300.0, gt=0)
+    within_s: Seconds = Field(default=300.0, gt=0)
 
 
 class Process(Part):
@@ -52,7 +52,7 @@ class Code(Part):
     """Where the client is; None commit means the working tree as it is, whose state the run records."""
 
     repo: str = "."
-    commit: str | None = Field(None, pattern=r"^[0-9a-f]{7,40}$")
+    commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,40}$")
     patch_sha256: str | None = None
     worktree: bool = False
 
@@ -65,12 +65,12 @@ class Env(Part):
 
 class Resources(Part):
     kind: Literal["cpu", "gpu"] = "cpu"
-    slots: int = Field(1, ge=1)
+    slots: int = Field(default=1, ge=1)
     """CPU slots of a run; ignored for kind gpu."""
-    gpus: int = Field(0, ge=0)
+    gpus: int = Field(default=0, ge=0)
     gpu_model: str = "any"
     same_host: bool = True
-    disk_gb: float = Field(0.0, ge=0)
+    disk_gb: float = Field(default=0.0, ge=0)
     ports: list[str] = Field(default_factory=list)
     """Names for `{port:NAME}`."""
 
@@ -86,10 +86,10 @@ class Resources(Part):
 class Timeouts(Part):
     """The three clocks of an attempt, and how long a stop may take."""
 
-    first_step_s: Seconds = Field(1200.0, gt=0)
-    stall_s: Seconds = Field(600.0, gt=0)
-    max_s: Seconds = Field(7200.0, gt=0)
-    grace_s: Seconds = Field(15.0, ge=0)
+    first_step_s: Seconds = Field(default=1200.0, gt=0)
+    stall_s: Seconds = Field(default=600.0, gt=0)
+    max_s: Seconds = Field(default=7200.0, gt=0)
+    grace_s: Seconds = Field(default=15.0, ge=0)
 
 
 class Metrics(Part):
@@ -99,14 +99,14 @@ class Metrics(Part):
     """A completed run without these is a failure of class fabricated."""
     eval: str | None = None
     """File with numbers measured at the end: {metric: value | {value, n_items, n_samples}}."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Steps a completed run must show; fewer is class fabricated."""
 
 
 class Above(Part):
     metric: str
     value: float
-    for_steps: int = Field(1, ge=1)
+    for_steps: int = Field(default=1, ge=1)
 
 
 class Stop(Part):
@@ -120,11 +120,11 @@ class Checkpoint(Part):
     dir: str = "{run_dir}/ckpt"
     resume_arg: list[str] = Field(default_factory=lambda: ["--resume"])
     """Appended to the main process' argv when an attempt follows another one of the same run."""
-    every_steps: int = Field(1, ge=1)
+    every_steps: int = Field(default=1, ge=1)
 
 
 class OomRetry(Part):
-    times: int = Field(0, ge=0)
+    times: int = Field(default=0, ge=0)
     change: dict[str, str] = Field(default_factory=dict)
     """Key → `/2` or `*2`: declared here or not done; the factor under study is never changed."""
 
@@ -132,11 +132,11 @@ class OomRetry(Part):
 class Retry(Part):
     """Attempts after the first, by failure class; what is not listed is not retried."""
 
-    infra: int = Field(5, ge=0)
-    lost: int = Field(3, ge=0)
-    stalled: int = Field(2, ge=0)
-    timeout: int = Field(0, ge=0)
-    code: int = Field(0, ge=0)
+    infra: int = Field(default=5, ge=0)
+    lost: int = Field(default=3, ge=0)
+    stalled: int = Field(default=2, ge=0)
+    timeout: int = Field(default=0, ge=0)
+    code: int = Field(default=0, ge=0)
     external: Literal["pause_arm", "fail"] = "pause_arm"
     oom: OomRetry = OomRetry()
 
@@ -158,12 +158,12 @@ class Estimate(Part):
 
 
 class Blueprint(Part):
-    schema_: Literal["a3r/blueprint/v1"] = Field("a3r/blueprint/v1", alias="schema")
+    schema_: Literal["a3r/blueprint/v1"] = Field(default="a3r/blueprint/v1", alias="schema")
     id: str | None = None
     """`sha256:…`; filled by `sealed()`, checked when given."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]{0,80}$")
     """The arm: part of paths and window names."""
-    stage: int = Field(0, ge=0)
+    stage: int = Field(default=0, ge=0)
     hypothesis: str = ""
     preregistered: list[Rule] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=list)

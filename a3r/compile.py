@@ -1,7 +1,7 @@
 """From goal.md to goal.lock.yaml: front matter read strictly, prose by its documented phrases, gaps asked about.
 
-Order of precedence: answers, front matter, prose. The client's own schema is asked, so that a factor it does not know or a
-level of the wrong type is refused before anything runs. Nothing is written here.
+Order of precedence: answers, front matter, prose. The client's own schema is asked, so that a factor it does not know
+or a level of the wrong type is refused before anything runs. Nothing is written here.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ def open_questions(draft: Mapping[str, Any]) -> list[OpenQuestion]:
         out.append(OpenQuestion("question.factor", "Which configuration key is varied?", "text"))
     factor = question.get("factor", "the factor")
     if question.get("levels") is None:
-        out.append(OpenQuestion("question.levels", f"At which values is {factor} tested?", "levels", suggestion=[1, 2, 4]))
+        out.append(
+            OpenQuestion("question.levels", f"At which values is {factor} tested?", "levels", suggestion=[1, 2, 4])
+        )
     for moderator in question.get("moderators", []) or []:
         if isinstance(moderator, Mapping) and moderator.get("levels") is None and moderator.get("factor"):
             name = moderator["factor"]
@@ -271,14 +273,16 @@ def _criterion_questions(kind: Any, question: Mapping[str, Any]) -> list[OpenQue
     ]  # fmt: skip
 
 
-# --- the base blueprint and its client -----------------------------------------------------------------------------------
+# --- the base blueprint and its client -------------------------------------------------------------------------------
 
 
 def _base_blueprint(path: Path, goal: Goal, document: Document) -> Blueprint:
     base_path = (path.parent / goal.base).resolve()
     if not base_path.is_file():
         where = document.where(("base",))
-        raise FormatError([Problem(where, f"no blueprint at {goal.base}", "paths are relative to the goal", key="base")])
+        raise FormatError(
+            [Problem(where, f"no blueprint at {goal.base}", "paths are relative to the goal", key="base")]
+        )
     base, _ = load_blueprint(base_path)
     changes: dict[str, Any] = {"config": {**base.config, **goal.fixed}, "seeds": []}
     if goal.gpus_per_run is not None:
@@ -298,7 +302,9 @@ def _fit_to_client(
         schema = client_schema(base, root, python)
     except ClientSchemaError as error:
         where = document.where(("base",))
-        raise FormatError([Problem(where, str(error), "repair the client or the blueprint's argv", key="base")]) from None
+        raise FormatError(
+            [Problem(where, str(error), "repair the client or the blueprint's argv", key="base")]
+        ) from None
     goal, base, renamed = _rename(goal, base, flat_properties(schema))
     problems = _factor_problems(goal, document, schema)
     known = {m.factor for m in goal.question.moderators} | {goal.question.factor}
@@ -332,9 +338,7 @@ def _factor_problems(goal: Goal, document: Document, schema: Mapping[str, Any]) 
             out.append(Problem(document.where(at_name), f"the client does not know the factor {name!r}", fix, key=name))
             continue
         wrong = [(level, p) for level in levels if (p := value_problem(level, properties[name], schema))]
-        out += [
-            Problem(document.where(at_levels), f"level {level!r}: {p[0]}", p[1], key=name) for level, p in wrong
-        ]
+        out += [Problem(document.where(at_levels), f"level {level!r}: {p[0]}", p[1], key=name) for level, p in wrong]
     return out
 
 
@@ -368,7 +372,7 @@ def _flow(value: Any) -> str:
     return json.dumps(value).replace('"', "")
 
 
-# --- the lock --------------------------------------------------------------------------------------------------------------
+# --- the lock --------------------------------------------------------------------------------------------------------
 
 
 def read_lock(text: str, name: str = "goal.lock.yaml") -> GoalLock:

@@ -42,11 +42,25 @@ def _svg(name: str, function: Callable[[Any, Evidence, Decision], None], evidenc
         "legend.fontsize": 8.0,
     }  # fmt: skip
     with rc_context(settings):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        figure = Figure(figsize=(5.2, 4.0), layout="constrained")
         function(figure.subplots(), evidence, decision)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
+
+
+def _label(evidence: Evidence, name: str) -> str:
+    """Level and moderator levels only; the axis says of what."""
+    for plan in evidence.history.plans:
+        for arm in plan.arms:
+            if arm.name == name:
+                return " / ".join(str(v) for v in (arm.level, *arm.cell.values()))
+    return name
+
+
+def _factors(evidence: Evidence) -> str:
+    question = evidence.lock.goal.question
+    return " / ".join([question.factor, *(m.factor for m in question.moderators)])
 
 
 def _arms_in_order(evidence: Evidence) -> list[str]:
@@ -77,12 +91,18 @@ def _curves(axes: Any, evidence: Evidence, decision: Decision) -> None:
         runs = by_arm[name]
         steps = sorted({step for run in runs for step in run})
         rows = [[run[s] for run in runs if s in run] for s in steps]
-        axes.plot(steps, [math.fsum(r) / len(r) for r in rows], color=colour, label=f"{name} (n={len(runs)})", lw=1.6)
+        axes.plot(
+            steps,
+            [math.fsum(r) / len(r) for r in rows],
+            color=colour,
+            label=f"{_label(evidence, name)} (n={len(runs)})",
+            lw=1.6,
+        )
         axes.fill_between(steps, [min(r) for r in rows], [max(r) for r in rows], color=colour, alpha=0.15, lw=0)
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
     if names:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.legend(title=_factors(evidence), ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     if len(by_arm) > len(names):
         axes.set_title(f"the {len(names)} arms with most runs of {len(by_arm)}")
 
@@ -99,8 +119,9 @@ def _ladder(axes: Any, evidence: Evidence, decision: Decision) -> None:
             axes.plot([low.v, high.v], [i, i], color=colour, lw=2.2, solid_capstyle="butt", alpha=0.8)
         if middle is not None and middle.v is not None:
             axes.plot([middle.v], [i], "o", color=colour, ms=5)
-        labels.append(f"{row.arm}  {row.mark}")
+        labels.append(f"{_label(evidence, row.arm)}  {row.mark}")
     axes.set_yticks(range(len(rows)), labels)
+    axes.set_title(_factors(evidence), loc="left")
     axes.invert_yaxis()
     axes.set_xlabel(evidence.lock.goal.question.criterion.address())
     _zoom(axes, [v for row in rows for v in _values(evidence, row)])

@@ -23,8 +23,8 @@ QuestionType = Literal["min_that_still", "max_that_still", "best", "compare", "e
 class At(Part):
     """Which part of a curve is the run's value."""
 
-    step: int | None = Field(None, ge=0)
-    last_k: int | None = Field(None, ge=1)
+    step: int | None = Field(default=None, ge=0)
+    last_k: int | None = Field(default=None, ge=1)
     """Mean (or `stat`) of the last k steps."""
     stat: Literal["mean", "max", "min", "median"] = "mean"
 
@@ -50,11 +50,11 @@ class CriterionRule(Part):
 
     at_least: float | None = None
     at_most: float | None = None
-    not_worse_by: float | None = Field(None, gt=0)
+    not_worse_by: float | None = Field(default=None, gt=0)
     """Absolute margin below the reference arm."""
-    ratio_at_least: float | None = Field(None, gt=0)
+    ratio_at_least: float | None = Field(default=None, gt=0)
     """Share of the reference arm's mean."""
-    margin: float | None = Field(None, gt=0)
+    margin: float | None = Field(default=None, gt=0)
     """Differences smaller than this do not matter (compare, effect, best)."""
 
     @model_validator(mode="after")
@@ -87,7 +87,7 @@ class LevelRange(Part):
     low: float
     high: float
     scale: Literal["log2", "log10", "half_decades", "linear"] = "linear"
-    count: int | None = Field(None, ge=2, le=64)
+    count: int | None = Field(default=None, ge=2, le=64)
     """linear: how many; the other scales step by their factor."""
 
     @model_validator(mode="after")
@@ -190,23 +190,23 @@ class Question(Part):
 class Budget(Part):
     """Upper bounds of a study; a launch is debited with its worst case and settled at its end."""
 
-    wall: Seconds | None = Field(None, gt=0)
-    gpu_h: float | None = Field(None, gt=0)
-    usd: float | None = Field(None, ge=0)
-    llm_tokens: int | None = Field(None, ge=0)
-    runs: int | None = Field(None, ge=1)
-    stages: int = Field(16, ge=1)
+    wall: Seconds | None = Field(default=None, gt=0)
+    gpu_h: float | None = Field(default=None, gt=0)
+    usd: float | None = Field(default=None, ge=0)
+    llm_tokens: int | None = Field(default=None, ge=0)
+    runs: int | None = Field(default=None, ge=1)
+    stages: int = Field(default=16, ge=1)
 
 
 class Stats(Part):
     looks: list[int] = Field(default_factory=lambda: [3, 6, 12], min_length=1)
     """Seeds per arm at which a verdict may fall; fixed before the first result."""
-    alpha: float = Field(0.05, gt=0, lt=0.5)
+    alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Two-sided error of one level's verdict over all its looks."""
-    seed_base: int = Field(1000, ge=0)
-    calibration_seeds: int = Field(3, ge=2)
+    seed_base: int = Field(default=1000, ge=0)
+    calibration_seeds: int = Field(default=3, ge=2)
     """Seeds of the reference arm in stage 0; they count towards its first look."""
-    screen_seeds: int = Field(1, ge=1)
+    screen_seeds: int = Field(default=1, ge=1)
     confirm_fresh_seeds: bool = True
     """Measure the answer's value again on seeds that had no part in choosing it."""
     diverged: Literal["observation", "failure"] = "failure"
@@ -222,21 +222,21 @@ class Stats(Part):
 
 class Hitl(Part):
     approve: Literal["plan", "stage", "none"] = "plan"
-    timeout: Seconds = Field(43200.0, gt=0)
+    timeout: Seconds = Field(default=43200.0, gt=0)
     on_timeout: Literal["pause", "proceed", "stop"] = "pause"
 
 
 class Goal(Part):
     """A complete goal: what front matter and prose say together."""
 
-    schema_: Literal["a3r/goal/v1"] = Field("a3r/goal/v1", alias="schema")
+    schema_: Literal["a3r/goal/v1"] = Field(default="a3r/goal/v1", alias="schema")
     title: str = Field(min_length=1)
     question: Question
     fixed: dict[str, ConfigValue] = Field(default_factory=dict)
     """Configuration that all arms share; wins over the base blueprint's."""
     base: str
     """Path of the blueprint whose processes run an arm, relative to goal.md."""
-    gpus_per_run: int | None = Field(None, ge=0)
+    gpus_per_run: int | None = Field(default=None, ge=0)
     budget: Budget = Budget()
     stats: Stats = Stats()
     hitl: Hitl = Hitl()
@@ -250,7 +250,7 @@ class Goal(Part):
 class GoalLock(Part):
     """The compiled, hashed goal. Everything a leader may use is in here."""
 
-    schema_: Literal["a3r/goal-lock/v1"] = Field("a3r/goal-lock/v1", alias="schema")
+    schema_: Literal["a3r/goal-lock/v1"] = Field(default="a3r/goal-lock/v1", alias="schema")
     goal: Goal
     base: Blueprint
     """The base blueprint with the goal's fixed configuration and resources applied; not yet an arm."""

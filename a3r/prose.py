@@ -33,7 +33,9 @@ _NOT_WORSE = re.compile(
 _LAST = re.compile(r"\b(?:over|of|in)\s+the\s+last\s+(\d+)\s+steps?\b", re.I)
 _METRIC = re.compile(r"\b(?:in|by|highest|lowest)\s+([a-z]\w*/[\w./@-]*\w)", re.I)
 _RUNS = re.compile(r"\b(?:at most|no more than|up to)\s+(\d+)\s+runs\b", re.I)
-_WALL = re.compile(r"\b(?:within|budget of|budget:|at most|in)\s+(\d+(?:\.\d+)?)\s*(minutes?|min|hours?|h|days?)\b", re.I)
+_WALL = re.compile(
+    r"\b(?:within|budget of|budget:|at most|in)\s+(\d+(?:\.\d+)?)\s*(minutes?|min|hours?|h|days?)\b", re.I
+)
 _SEEDS = re.compile(r"\bseed(?:s)?\s+(?:from|base)\s+(\d+)\b", re.I)
 
 CONTEXT = ("base code", "reference tutorial", "create new", "python interpreter", "see ")
@@ -88,9 +90,16 @@ def _title(flat: str) -> str:
     for line in flat.splitlines():
         found = re.match(r"^(?:goal|question)\s*[.:]\s*(.+)$", line, re.I)
         if found:
-            return found[1].split(". ")[0].rstrip(".")[:160]
+            return _shorten(found[1].split(". ")[0].rstrip("."))
     first = flat.splitlines()[0] if flat else ""
-    return first.split(". ")[0].rstrip(".")[:160]
+    return _shorten(first.split(". ")[0].rstrip("."))
+
+
+def _shorten(sentence: str) -> str:
+    """At most 100 characters, cut between words."""
+    if len(sentence) <= 100:
+        return sentence
+    return re.sub(r"[\s,;(]+\S*$", "", re.sub(r"\s*\([^)]*\)", "", sentence)[:100]) + " …"
 
 
 def _read_question(flat: str, reading: Reading) -> None:
@@ -219,7 +228,9 @@ def _read_constraints(flat: str, reading: Reading) -> None:
 
 def _is_sentence_of_goal(line: str) -> bool:
     patterns = (_THRESHOLD, _BEST, _BEST_FOR, _COMPARE, _INFLUENCE, _AT_LEAST, _NOT_WORSE, _RATIO, _LIST, _RANGE, _LAST)
-    return bool(re.match(r"^(goal|constraints|original research)\b", line, re.I)) or any(p.search(line) for p in patterns)
+    return bool(re.match(r"^(goal|constraints|original research)\b", line, re.I)) or any(
+        p.search(line) for p in patterns
+    )
 
 
 def _key(name: str) -> str:

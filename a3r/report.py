@@ -1,8 +1,8 @@
 """Reports of a study: report.json, from which report.md, report.html and the rest are rendered, and `verify`.
 
 Every number is a `Number` with the addresses of its sources: `run:metric@selector` for a run's value,
-`run#attempt:field` for a field of an attempt's record. A report carries no time of writing and no path of its machine, so the same study
-gives the same bytes; `verify` builds it again from the run records and compares.
+`run#attempt:field` for a field of an attempt's record. A report carries no time of writing and no path of
+its machine, so the same study gives the same bytes; `verify` builds it again from the run records and compares.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BudgetLine(Part):
 class Report(Part):
     """report.json."""
 
-    schema_: Literal["a3r/report/v1"] = Field("a3r/report/v1", alias="schema")
+    schema_: Literal["a3r/report/v1"] = Field(default="a3r/report/v1", alias="schema")
     title: str
     question: str
     lock_hash: str
@@ -105,7 +105,7 @@ class Report(Part):
 class StageReport(Part):
     """stages/NN/report.json: what a stage showed."""
 
-    schema_: Literal["a3r/stage-report/v1"] = Field("a3r/stage-report/v1", alias="schema")
+    schema_: Literal["a3r/stage-report/v1"] = Field(default="a3r/stage-report/v1", alias="schema")
     stage: int
     title: str
     reasoning: str
@@ -117,7 +117,7 @@ class StageReport(Part):
     deviations: list[str]
 
 
-# --- what a report is made of ------------------------------------------------------------------------------------------------
+# --- what a report is made of ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def read_plan(path: Path) -> Plan:
     return plan
 
 
-# --- building ----------------------------------------------------------------------------------------------------------------
+# --- building --------------------------------------------------------------------------------------------------------
 
 
 def build(evidence: Evidence, decision: Decision) -> Report:
@@ -428,7 +428,7 @@ def _plain_row(lock: GoalLock, history: History, plan: Plan, arm: Any) -> ArmRow
     )  # fmt: skip
 
 
-# --- words ---------------------------------------------------------------------------------------------------------------------
+# --- words -----------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("mean", "sd", "median", "ci_low", "ci_high", "diff", "diff_low", "diff_high", "p")
 
@@ -530,7 +530,7 @@ def render_csv(evidence: Evidence) -> str:
     return out.getvalue()
 
 
-# --- writing -------------------------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 CAPTIONS = {
     "curves.svg": "Learning curves: mean over seeds, band from the lowest to the highest seed.",
@@ -594,7 +594,7 @@ class StudyReporter:
         return write_report(evidence, decision)
 
 
-# --- verifying -------------------------------------------------------------------------------------------------------------------
+# --- verifying -------------------------------------------------------------------------------------------------------
 
 
 class VerifyError(ValueError):
@@ -739,8 +739,7 @@ def _first_difference(text: str, expected: str) -> str:
     )
     for line, (is_, should) in pairs:
         if is_ != should:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(is_, should, strict=False)) if a != b), min(len(is_), len(should))
-            )
-            return f"line {line} says {is_[max(0, at - 20) : at + 20]!r}, the run records give {should[max(0, at - 20) : at + 20]!r}"
+            same = len(os.path.commonprefix([is_, should]))
+            near = slice(max(0, same - 20), same + 20)
+            return f"line {line} says {is_[near]!r}, the run records give {should[near]!r}"
     return "differs in length from what the run records give"

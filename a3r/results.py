@@ -119,7 +119,7 @@ class RunRecord(_Record):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    schema_: Literal["a3r/result/v1"] = Field("a3r/result/v1", alias="schema")
+    schema_: Literal["a3r/result/v1"] = Field(default="a3r/result/v1", alias="schema")
     run: str
     """`<arm>/s<seed>`, with `.r<replicate>` when a replicate was asked for."""
     arm: str
@@ -127,14 +127,14 @@ class RunRecord(_Record):
     """The blueprint's id."""
     seed: int
     replicate: int = 0
-    attempt: int = Field(1, ge=1)
+    attempt: int = Field(default=1, ge=1)
     nonce: str
     status: RunStatus
     failure_class: FailureClass | None = None
     failure_detail: str = ""
     """One sentence of evidence: the rule that fired, the last error line."""
     exit: Exit = Exit()
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     resumed_from: int | None = None
     times: Times = Times()
     usage: Usage = Usage()

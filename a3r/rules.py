@@ -34,9 +34,9 @@ class Outcome(Part):
 class Rule(Part):
     """`{if: …, then: …}`, or `{else: …}` as the last of a list."""
 
-    if_: str | None = Field(None, alias="if")
+    if_: str | None = Field(default=None, alias="if")
     then: Outcome | None = None
-    else_: Outcome | None = Field(None, alias="else")
+    else_: Outcome | None = Field(default=None, alias="else")
 
     @model_validator(mode="after")
     def _shape(self) -> Self:
@@ -132,7 +132,8 @@ def _check(node: ast.expr, condition: str) -> None:
         case _:
             raise RuleError(
                 f"{ast.unparse(node)!r} is not allowed in {condition!r}; allowed are numbers, + - * /, comparisons, "
-                f"and, or, not, the names {', '.join(sorted(NAMES))}, alone or of a column ({', '.join(sorted(COLUMNS))})"
+                f"and, or, not, the names {', '.join(sorted(NAMES))}, each alone or of a column "
+                f"({', '.join(sorted(COLUMNS))})"
             )
 
 

@@ -1,8 +1,8 @@
 """A trainer stand-in: rewards drawn from a response surface with noise, and every way in which a training can go wrong.
 
 `python -m a3r.simulate` follows the training client contract (--config, --seed, --out, --resume, --print-schema), so a
-study runs it as it runs a real client; `draw` gives the same curve in memory for studies by the hundred. A curve depends
-on configuration and seed only. Standard library only at import: a process starts in some 30 ms.
+study runs it as it runs a real client; `draw` gives the same curve in memory for studies by the hundred. A curve
+depends on configuration and seed only. Standard library only at import: a process starts in some 30 ms.
 
 The surface: the factor named by `sim.factor` crosses `sim.threshold` between `sim.low` and `sim.high` (a step, or a
 logistic of `sim.width` decades), or peaks at `sim.peak`; `sim.moderator` at or above `sim.moderator_at` multiplies the
@@ -171,8 +171,8 @@ def draw(blueprint: Blueprint, seed: int, stage: int = 0, attempts: int = 3) -> 
         )
     if met[0] == "diverge":
         return Observation(
-            run, blueprint.name, blueprint.id or "", seed, RunStatus.DIVERGED, FailureClass.DIVERGED, "nan", wall_s=wall,
-            stage=stage,
+            run, blueprint.name, blueprint.id or "", seed, RunStatus.DIVERGED, FailureClass.DIVERGED, "nan",
+            wall_s=wall, stage=stage,
         )  # fmt: skip
     values = curve(config, seed)
     series = {"reward/mean": tuple((i + 1, value) for i, value in enumerate(values))}

@@ -160,7 +160,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def seeds_needed(noise: float, margin: float, alpha: float, power: float = 0.8, most: int = 1000) -> int:
-    """Seeds per arm with which a mean `margin` away from the bar is told from it at `alpha` (two-sided) with `power`."""
+    """Seeds per arm that tell a mean `margin` away from the bar at `alpha` (two-sided) with `power`."""
     if noise <= 0.0:
         return 2
     if margin <= 0.0:

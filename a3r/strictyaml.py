@@ -62,7 +62,7 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 TRAPS: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (re.compile(r"(yes|no|on|off)$", re.I), "is a boolean to some YAML readers", "write true or false, or quote"),
-    (re.compile(r"(TRUE|FALSE|True|False|NULL|Null)$"), "is read differently by YAML readers", "write it in lower case"),
+    (re.compile(r"(TRUE|FALSE|True|False|NULL|Null)$"), "is spelled in lower case", "write it so, or quote it"),
     (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?$"), "is a number in base 60 to some YAML readers",
      "quote it, or write a duration such as 12m30s"),
     (re.compile(r"[-+]?0[0-9]+$"), "has a leading zero (octal to some YAML readers)", "drop the zero, or quote it"),

@@ -2,10 +2,10 @@
 
     python benchmarks/planner_accuracy.py [--studies 200] [--noise 0.3 0.8]
 
-Each study asks for the smallest of seven levels that still trains. The true threshold is drawn evenly from the levels, the
-bar stands halfway between the two plateaus (gap 1), every run's value carries normal noise, and a tenth of the runs
-crash for good. Printed per noise and design: right answers, undecided, wrong, right among the decided, runs, and runs as
-a share of the full grid with the same seeds (every level at the last look).
+Each study asks for the smallest of seven levels that still trains. The true threshold is drawn evenly from the levels,
+the bar stands halfway between the two plateaus (gap 1), every run's value carries normal noise, and a tenth of the runs
+crash for good. Printed per noise and design: right answers, undecided, wrong, right among the decided, runs, and runs
+as a share of the full grid with the same seeds (every level at the last look).
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Tally:
         )
 
 
-def make_lock(noise: float, threshold: float, crash: float, seed_base: int, rule: str = "bar", **stats: Any) -> GoalLock:
+def make_lock(
+    noise: float, threshold: float, crash: float, seed_base: int, rule: str = "bar", **stats: Any
+) -> GoalLock:
     base, _ = load_blueprint(BASE)
     criterion = {"metric": "reward/mean", "at": {"last_k": 1}, **RULES[rule]}
     goal = {
@@ -79,14 +81,12 @@ def make_lock(noise: float, threshold: float, crash: float, seed_base: int, rule
         "sim.fail_p": crash,
         "total_training_steps": 2,
     }
-    return GoalLock(
-        goal=Goal.model_validate(goal), base=base.sealed(config=config), source_sha256="0" * 64, prose=""
-    )
+    return GoalLock(goal=Goal.model_validate(goal), base=base.sealed(config=config), source_sha256="0" * 64, prose="")
 
 
 def tally(
-    noise: float, studies: int, slots: int = 8, rule: str = "bar", crash: float = 0.1, attempts: int = 1, first: int = 0,
-    **stats: Any,
+    noise: float, studies: int, slots: int = 8, rule: str = "bar", crash: float = 0.1, attempts: int = 1,
+    first: int = 0, **stats: Any,
 ) -> Tally:  # fmt: skip
     """Run studies whose thresholds and seeds follow from their number alone."""
     right = undecided = wrong = runs = 0

@@ -4,8 +4,8 @@ Every question starts with a calibration of the noise (stage 0), from which it s
 budget can answer. Then:
 
 - min/max_that_still: with slots for all levels, a screen of one seed per level and an isotonic fit, else bisection; the
-  levels round the crossing are tested at the registered looks until the lower fails and the upper passes; moderators are
-  tested round that crossing only; the answer is measured again on fresh seeds.
+  levels round the crossing are tested at the registered looks until the lower fails and the upper passes; moderators
+  are tested round that crossing only; the answer is measured again on fresh seeds.
 - best: all levels at the first look, the leading ones on fresh seeds. compare: two arms paired by seed. effect: a
   factorial of the factor and its moderators.
 """
@@ -27,14 +27,14 @@ DECIDE_OFFSET, CONFIRM_OFFSET = 100, 200
 """Seeds of a screen start at seed_base, those of a test and of a confirmation at these distances from it: fresh."""
 FINALISTS = 3
 REFERENCE_FACTOR = 2
-"""Seeds of the reference arm per seed of a level: every level is compared with it, so its noise counts in all of them."""
+"""Seeds of the reference arm per seed of a level: every level is compared with it, so its noise counts in all."""
 
 
 class AdaptiveLeader:
     """See the module."""
 
     def plan(self, goal: GoalLock, history: History) -> Plan | Decision:
-        state = _State(goal, history)
+        state = State(goal, history)
         if not history.plans:
             return state.hopeless() or state.calibrate()
         if len(history.plans) >= goal.goal.budget.stages:
@@ -46,7 +46,7 @@ class AdaptiveLeader:
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """What every question's design needs from goal and history."""
 
     lock: GoalLock
@@ -126,7 +126,7 @@ class _State:
             return None
         return Decision(
             verdict=Verdict.NOT_MEASURED,
-            sentence=f"Not measured: the budget pays for {most} runs and the smallest study takes {self.smallest_study()}.",
+            sentence=f"Not measured: the budget pays for {most} runs and the least is {self.smallest_study()}.",
             notes=["nothing was spent"],
             next=[f"a budget of at least {self.smallest_study()} runs of about {self.run_seconds():.0f} s each"],
         )
@@ -145,8 +145,8 @@ class _State:
         return Plan(
             stage=0,
             title="calibrate",
-            reasoning=f"{count} seeds of {self.question.factor} = {level} measure the noise, from which follows how many "
-            "seeds the question needs.",
+            reasoning=f"{count} seeds of {self.question.factor} = {level} measure the noise, from which follows how "
+            "many seeds the question needs.",
             arms=[arm],
             warnings=warnings,
         )
@@ -219,15 +219,15 @@ class _State:
         return not any(analysis.value_of(o, goal.question.criterion, goal) is not None for o in seen)
 
 
-# --- min_that_still, max_that_still --------------------------------------------------------------------------------------
+# --- min_that_still, max_that_still ----------------------------------------------------------------------------------
 
 
-def _screens(state: _State) -> bool:
+def _screens(state: State) -> bool:
     """Whether there are slots for a screen of all levels at once; with few, bisection needs fewer rounds' worth."""
     return state.question.monotone == "unknown" or state.history.slots >= len(state.question.levels)
 
 
-def _next_threshold(state: _State) -> Plan | Decision:
+def _next_threshold(state: State) -> Plan | Decision:
     ladders = [ladder(state.lock, state.history, cell) for cell in cells(state.lock.goal)]
     first = ladders[0]
     if state.stage == 1 and state.calibration_failed():
@@ -244,10 +244,10 @@ def _next_threshold(state: _State) -> Plan | Decision:
         return plan
     if any(tests.values()):
         return state.conclude("the rest of the budget does not pay for the next look")
-    return _confirm(state, first) or state.conclude(_unconfirmed(state, first))
+    return confirm(state, first) or state.conclude(_unconfirmed(state, first))
 
 
-def _screen(state: _State, first: Ladder) -> Plan | Decision:
+def _screen(state: State, first: Ladder) -> Plan | Decision:
     seeds = state.seeds(state.stats.screen_seeds)
     arms = [
         state.arm(level, dict(first.cell), seeds, Purpose.SCREEN, "where the crossing lies, roughly")
@@ -258,13 +258,13 @@ def _screen(state: _State, first: Ladder) -> Plan | Decision:
     return Plan(
         stage=state.stage,
         title="screen",
-        reasoning=f"{len(seeds)} seed of every level show where {state.question.factor} crosses the bar; no verdict falls.",
+        reasoning=f"{len(seeds)} seed(s) of every level show where {state.question.factor} crosses; no verdict falls.",
         arms=arms,
         warnings=state.power_warnings(2),
     )
 
 
-def _to_test(state: _State, lad: Ladder, start: int | None) -> list[int]:
+def _to_test(state: State, lad: Ladder, start: int | None) -> list[int]:
     """Positions to put to the next look; empty when this cell is as decided as it can be."""
     spent = lad.passes | lad.fails | lad.exhausted
     everything = [i for i in range(len(lad.levels)) if i not in spent]
@@ -289,7 +289,7 @@ def _to_test(state: _State, lad: Ladder, start: int | None) -> list[int]:
     return sorted({inside[(len(inside) * (k + 1)) // (probes + 1)] for k in range(probes)})
 
 
-def _crossing(state: _State, lad: Ladder) -> int:
+def _crossing(state: State, lad: Ladder) -> int:
     """The position where an isotonic fit of all values seen crosses the bar, kept between the marks."""
     goal, bar = state.lock.goal, bar_of(state.question.criterion)
     reference = analysis.reference_sample(goal, state.history, lad.cell, len(state.history.plans) - 1)
@@ -308,7 +308,7 @@ def _crossing(state: _State, lad: Ladder) -> int:
     return min(max(min(passing, default=len(lad.levels)), lad.lo + 1), lad.hi)
 
 
-def _suspects(state: _State, lad: Ladder, spent: frozenset[int]) -> list[int]:
+def _suspects(state: State, lad: Ladder, spent: frozenset[int]) -> list[int]:
     """Screened levels that look to be on the wrong side of a settled crossing, beyond what noise explains."""
     goal, bar = state.lock.goal, bar_of(state.question.criterion)
     sigma, found = analysis.noise(state.lock, state.history)
@@ -333,7 +333,7 @@ def _suspects(state: _State, lad: Ladder, spent: frozenset[int]) -> list[int]:
     return out
 
 
-def _look(state: _State, ladders: Sequence[Ladder], tests: dict[int, list[int]]) -> Plan | None:
+def _look(state: State, ladders: Sequence[Ladder], tests: dict[int, list[int]]) -> Plan | None:
     """The next look at the positions of each cell; smaller when the budget does not pay for all, None when for none."""
     wanted = [(c, i) for c, positions in tests.items() for i in positions]
     if not wanted:
@@ -349,7 +349,7 @@ def _look(state: _State, ladders: Sequence[Ladder], tests: dict[int, list[int]])
     return None
 
 
-def _look_arms(state: _State, ladders: Sequence[Ladder], chosen: list[tuple[int, int]], look: int) -> list[Arm]:
+def _look_arms(state: State, ladders: Sequence[Ladder], chosen: list[tuple[int, int]], look: int) -> list[Arm]:
     rules = threshold_rules(state.question.criterion)
     arms = []
     for c in sorted({c for c, _ in chosen}):
@@ -366,19 +366,19 @@ def _look_arms(state: _State, ladders: Sequence[Ladder], chosen: list[tuple[int,
     return arms
 
 
-def _lost(state: _State, level: Scalar, cell: dict[str, Scalar], look: int) -> int:
+def _lost(state: State, level: Scalar, cell: dict[str, Scalar], look: int) -> int:
     """Earlier seeds of this arm that left no value and are made up for at this look; at most a quarter of it."""
     name = arm_name(state.lock.goal, level, cell)
     tried = analysis.planned_seeds(state.history, name, [Purpose.DECIDE, Purpose.MODERATE])
     return min(len(sample(state.lock.goal, state.history, name, tried).missing), look // 4)
 
 
-def _hypothesis(state: _State, level: Scalar) -> str:
+def _hypothesis(state: State, level: Scalar) -> str:
     return f"{state.question.factor} {level} reaches {analysis.bar_words(state.question.criterion)}"
 
 
 def _look_plan(
-    state: _State, ladders: Sequence[Ladder], chosen: list[tuple[int, int]], arms: list[Arm], at: int
+    state: State, ladders: Sequence[Ladder], chosen: list[tuple[int, int]], arms: list[Arm], at: int
 ) -> Plan:
     look = state.stats.looks[at]
     levels = ", ".join(
@@ -400,7 +400,7 @@ def _look_plan(
     )
 
 
-def _confirm(state: _State, first: Ladder) -> Plan | None:
+def confirm(state: State, first: Ladder) -> Plan | None:
     if not _wants_confirmation(state, first):
         return None
     count = state.stats.looks[0]
@@ -419,21 +419,21 @@ def _confirm(state: _State, first: Ladder) -> Plan | None:
     )
 
 
-def _wants_confirmation(state: _State, first: Ladder) -> bool:
+def _wants_confirmation(state: State, first: Ladder) -> bool:
     settled = first.settled and not first.crossed and first.hi < len(first.levels)
     return settled and state.stats.confirm_fresh_seeds and not state.has(Purpose.CONFIRM)
 
 
-def _unconfirmed(state: _State, first: Ladder) -> str:
+def _unconfirmed(state: State, first: Ladder) -> str:
     if _wants_confirmation(state, first):
-        return "the rest of the budget did not pay for a confirmation on fresh seeds; the value is that of the choosing seeds"
+        return "the rest of the budget did not pay for a confirmation of the value on fresh seeds"
     return ""
 
 
-# --- best ------------------------------------------------------------------------------------------------------------------
+# --- best ------------------------------------------------------------------------------------------------------------
 
 
-def _next_best(state: _State) -> Plan | Decision:
+def _next_best(state: State) -> Plan | Decision:
     if state.stage == 1 and state.calibration_failed():
         return state.conclude("the calibration arm did not complete once, so nothing further was run")
     cell = cells(state.lock.goal)[0]
@@ -443,8 +443,9 @@ def _next_best(state: _State) -> Plan | Decision:
         if not state.affords(arms):
             return state.conclude("the budget does not pay for a screen of the levels")
         return Plan(
-            stage=state.stage, title="screen", reasoning=f"{len(seeds)} seeds of every level rank them; no verdict falls.",
-            arms=arms, warnings=state.power_warnings(FINALISTS),
+            stage=state.stage, title="screen", arms=arms,
+            reasoning=f"{len(seeds)} seeds of every level rank them; no verdict falls.",
+            warnings=state.power_warnings(FINALISTS),
         )  # fmt: skip
     finalists = _finalists(state, cell)
     if len(finalists) < 2:
@@ -457,7 +458,7 @@ def _next_best(state: _State) -> Plan | Decision:
     return _next_look(state, [(level, cell) for level in finalists], len(done))
 
 
-def _finalists(state: _State, cell: dict[str, Scalar]) -> list[Scalar]:
+def _finalists(state: State, cell: dict[str, Scalar]) -> list[Scalar]:
     """The leading levels of the screen, best first, at most FINALISTS."""
     goal = state.lock.goal
     sign = 1.0 if goal.question.criterion.better == "higher" else -1.0
@@ -473,10 +474,10 @@ def _finalists(state: _State, cell: dict[str, Scalar]) -> list[Scalar]:
     return [level for _, _, level in means[:FINALISTS]]
 
 
-# --- compare, effect ---------------------------------------------------------------------------------------------------------
+# --- compare, effect -------------------------------------------------------------------------------------------------
 
 
-def _next_pairs(state: _State) -> Plan | Decision:
+def _next_pairs(state: State) -> Plan | Decision:
     if state.stage == 1 and state.calibration_failed():
         return state.conclude("the calibration arm did not complete once, so nothing further was run")
     done = [plan.look for plan in state.history.plans if plan.look is not None]
@@ -492,7 +493,7 @@ def _next_pairs(state: _State) -> Plan | Decision:
     return _next_look(state, arms, len(done))
 
 
-def _next_look(state: _State, wanted: list[tuple[Scalar, dict[str, Scalar]]], at: int) -> Plan | Decision:
+def _next_look(state: State, wanted: list[tuple[Scalar, dict[str, Scalar]]], at: int) -> Plan | Decision:
     """All arms at the next registered look, paired by seed."""
     if at >= len(state.stats.looks):
         return state.conclude()
