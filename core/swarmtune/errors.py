@@ -43,7 +43,7 @@ class ConfigConflict(SwarmError):
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
         found = self.details.get("differences", {})
-        return {key: (pair["running"], pair["asked"]) for key, pair in found.items()}
+        return {key: (pair[0], pair[1]) for key, pair in found.items()}
 
 
 class StartFailed(SwarmError):
