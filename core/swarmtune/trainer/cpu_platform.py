@@ -144,7 +144,7 @@ class CpuPlatform(PlatformBase):
         return "SWARMTUNE_VISIBLE_CPUS"
 
     @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
+    def nvtx_range(self, msg: str) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride] - untyped there
         yield
 
     def profiler_start(self) -> None:

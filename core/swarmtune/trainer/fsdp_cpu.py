@@ -30,7 +30,10 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
     bundle and shared ((R,) each, see `layout`).
     """
 
+    module: Any
+    """The model; veRL sets it while initializing."""
     _selected: torch.Tensor
+    """(N,) flat positions of the pass under way that the head is applied to."""
 
     def initialize(self) -> None:
         super().initialize()
@@ -44,7 +47,8 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
         return (hidden.reshape(1, -1, hidden.shape[-1]).index_select(1, self._selected), *args[1:])
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
-        ids, mask = micro_batch["input_ids"], micro_batch["loss_mask"]
+        ids: Any = micro_batch["input_ids"]  # nested tensors: their values() and offsets() are not in torch's stubs
+        mask: Any = micro_batch["loss_mask"]
         tokens, offsets, flat_mask = ids.values(), ids.offsets(), mask.values()
         rows = len(offsets) - 1
         plan = layout(
@@ -76,7 +80,8 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
             raise RuntimeError(f"the model's logits {tuple(logits.shape)} do not come from its output embeddings")
         entropy_grad = bool(tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False))
         values = token_logprobs(logits[0], output_args["labels"], output_args["temperature"], entropy_grad=entropy_grad)
-        offsets = micro_batch["input_ids"].offsets()
+        ids: Any = micro_batch["input_ids"]
+        offsets = ids.offsets()
         return {
             name: torch.nested.nested_tensor_from_jagged(
                 torch.zeros(int(offsets[-1])).index_put((targets - 1,), value), offsets

@@ -91,7 +91,8 @@ class PolicyObjective:
 
         old = self._old(fields, log_prob, exact)
         importance, metrics = self._importance(fields, old, mask & exact)
-        loss, pg_metrics = get_policy_loss_fn(self.algorithm.policy_loss)(
+        compute: Any = get_policy_loss_fn(self.algorithm.policy_loss)  # typed as positional-only there
+        loss, pg_metrics = compute(
             old_log_prob=old,
             log_prob=log_prob,
             advantages=fields["advantages"],
@@ -108,7 +109,8 @@ class PolicyObjective:
         if self.algorithm.entropy_coef > 0:
             loss = loss - self.algorithm.entropy_coef * (entropy * weights).sum() * data["dp_size"]
         if "ref_log_prob" in fields:
-            kl = kl_penalty(log_prob, fields["ref_log_prob"], self.algorithm.kl_type)
+            estimate: Any = kl_penalty  # typed for torch.FloatTensor, which no tensor is to a type checker
+            kl = estimate(log_prob, fields["ref_log_prob"], self.algorithm.kl_type)
             kl_loss = (torch.where(mask, kl, 0.0) * weights).sum() * data["dp_size"]
             loss = loss + self.algorithm.kl_coef * kl_loss
             metrics["actor/kl_loss"] = kl_loss.item()

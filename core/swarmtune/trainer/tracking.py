@@ -28,7 +28,7 @@ class Tracker:
             ConfigError: a backend's package is not installed.
         """
         self._tracking = None
-        backends = list(config.tracking.backends)
+        backends: list[str] = [*config.tracking.backends]
         if not backends:
             return
         from importlib.util import find_spec

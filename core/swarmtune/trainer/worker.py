@@ -45,7 +45,8 @@ def ensure_process_group() -> None:
                 "the in-process trainer needs a process that is not part of a larger torch.distributed group"
             )
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public in the documentation
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @contextmanager
