@@ -58,6 +58,16 @@ def test_resuming_continues_bit_for_bit(trainer: Make, tmp_path: Path, keys: dic
     assert metrics["actor/lr"] == expected["actor/lr"]
 
 
+def test_optimizer_settings_are_the_configurations_after_resuming(trainer: Make, tmp_path: Path):
+    trainer().save(tmp_path / "start")
+    made = trainer(resume=tmp_path / "start", **{"optim.weight_decay": 0.5, "optim.betas": [0.5, 0.9]})
+    fresh = trainer(**{"optim.weight_decay": 0.5, "optim.betas": [0.5, 0.9]})
+    for step in (1, 2):
+        made.update(make_batch(step=step))
+        fresh.update(make_batch(step=step))
+    assert same(weights(made), weights(fresh))
+
+
 def test_saving_again_to_the_same_place_replaces_it(trainer: Make, tmp_path: Path):
     made = trainer()
     made.save(tmp_path / "last")

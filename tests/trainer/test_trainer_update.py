@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -321,6 +322,39 @@ def test_lora_measures_kl_against_the_model_without_adapter(trainer: Make, batch
     made = trainer(**{"lora.rank": 4, "optim.lr": 1e-2, "algorithm.kl_coef": 0.1})
     assert made.update(batch)["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert made.update(make_batch(step=2))["actor/kl_loss"] > 1e-6
+
+
+@pytest.mark.parametrize("adapter", [{}, {"lora.rank": 4}], ids=["full", "lora"])
+def test_gradient_checkpointing_gives_the_same_gradient(trainer: Make, batch: TrainBatch, adapter: dict[str, Any]):
+    norms = [trainer(**{"trainer.gradient_checkpointing": on}, **adapter).update(batch) for on in (True, False)]
+    assert norms[0]["actor/grad_norm"] == pytest.approx(norms[1]["actor/grad_norm"], rel=1e-5)
+
+
+def test_a_model_of_another_family_with_a_head_of_its_own(config, tmp_path, batch: TrainBatch):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=512, **shape, **heads)).save_pretrained(tmp_path / "qwen")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "qwen", dtype=torch.float32)
+    batch = with_rollout_of(model, batch)
+    made = Trainer(config(), tmp_path / "qwen", work_dir=tmp_path)
+    made.start()
+    metrics = made.update(batch)
+    assert metrics["tokens/computed"] < metrics["tokens"]  # prompts are shared here, too
+    assert metrics["actor/grad_norm"] == pytest.approx(norm(plain_gradient(model, batch)), rel=1e-4)
+    model.load_state_dict(snapshot(made))
+
+
+def test_everything_works_from_another_thread(config, model_path, tmp_path, batch: TrainBatch):
+    def work() -> float:
+        made = Trainer(config(), model_path, work_dir=tmp_path)
+        made.start()
+        return made.update(batch)["actor/grad_norm"]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == work()
 
 
 def test_bf16_computes_in_bf16_on_fp32_weights(trainer: Make, batch: TrainBatch):

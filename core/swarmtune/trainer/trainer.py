@@ -274,7 +274,10 @@ class Trainer:
                 tally.diffs += _comparable([rows[i] for i in micro.rows], output["log_probs"])
 
     def _take_step(self, step: int, tally: _Tally) -> None:
-        norm = self._worker.optimizer_step({"lr": lr_at(step, self._config.optim)})["grad_norm"]
+        optim = self._config.optim
+        # All of them each time: a loaded optimizer brings the settings it was saved with.
+        settings = {"lr": lr_at(step, optim), "weight_decay": optim.weight_decay, "betas": optim.betas}
+        norm = self._worker.optimizer_step(settings)["grad_norm"]
         if math.isfinite(norm):
             tally.grad_norms.append(norm)
         else:
