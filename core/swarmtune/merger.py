@@ -291,14 +291,25 @@ def _matching(
 
 
 def _one_answer_each(nodes: Sequence[Node], answers: list[CallRecord]) -> Iterator[tuple[list[Node], CallRecord]]:
-    """Equal answers stay apart; a block goes with the answer that it shows, or with the last one."""
+    """Equal answers stay apart, each with the blocks that show it."""
     answers.sort(key=lambda call: (call.node.tokens.tobytes(), call.logprobs.tobytes()))
     split: dict[CallRecord, list[Node]] = {call: [] for call in answers}
     for node in nodes:
-        shown = node.call or node.origin
-        split[shown if shown in split else answers[-1]].append(node)
+        split[_shown(node, answers)].append(node)
     for call, group in split.items():
         yield group, call
+
+
+def _shown(node: Node, answers: Sequence[CallRecord]) -> CallRecord:
+    """Which of several answers of equal text a block shows: one of the same tokens, else the one it came from."""
+    own = node.call or node.origin
+    exact = [call for call in answers if call.node.tokens == node.tokens]
+    for candidates in (exact, answers):
+        if own is not None and own in candidates:
+            return own
+        if candidates is exact and exact:
+            return exact[-1]
+    return answers[-1]
 
 
 @dataclass(slots=True)

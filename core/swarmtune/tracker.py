@@ -72,7 +72,7 @@ class Node:
         self.call = call
         """The call that sampled this node; None for context."""
         self.origin = origin
-        """Of a context node: the own turn it shows again."""
+        """Of a context node: the own turn that it shows again, in its old place in the conversation."""
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.length: int = (parent.length if parent is not None else 0) + len(tokens)
         """Tokens from the root to here, both ends included."""
@@ -125,6 +125,7 @@ class CallRecord:
         "node",
         "opening",
         "profile",
+        "prompt_key",
         "prompt_messages",
         "recognised_by",
         "resumes",
@@ -158,6 +159,7 @@ class CallRecord:
         """Why this call did not simply go on from an earlier one; None when it did, or when it is the first."""
         self.break_from: CallRecord | None = None
         """The call that it might have gone on from."""
+        self.prompt_key = turn.key
         self.prompt_messages = turn.prompt_messages
         self.profile = turn.profile
         self.resumes = turn.walk.resumes
@@ -280,6 +282,8 @@ class Walk:
     """Chained key of the conversation up to each message."""
     origins: list[CallRecord | None]
     """The own turn that each message shows."""
+    in_place: list[bool]
+    """Whether it shows it after the conversation that it answered."""
     node: Node | None = None
     """Deepest known node."""
     depth: int = 0
@@ -385,14 +389,14 @@ class Tracker:
             key=0,
             prompt_messages=1,
             profile=profile,
-            walk=Walk([0], [parent], base, 0),
+            walk=Walk([0], [parent], [False], base, 0),
         )
 
     def _walk(self, messages: Sequence[Message], key: int) -> Walk:
-        walk = Walk([], [])
+        walk = Walk([], [], [])
         known = True
         for message in messages:
-            origin = None
+            origin, in_place = None, False
             if message.role != "assistant":
                 key = hash((key, message.role, message.content, message.name))
             else:
@@ -400,10 +404,12 @@ class Tracker:
                 if origin is None:
                     key = hash((key, "assistant", _plain_key(message), _reasoning_key(message)))
                 else:
+                    in_place = origin.prompt_key == key
                     shown = self.history == "as_sampled" or origin.answer.shown_by(message)
                     key = _turn_key(key, origin, shown)
             walk.keys.append(key)
             walk.origins.append(origin)
+            walk.in_place.append(in_place)
             node = self._nodes.get(key) if known else None
             if node is None:
                 known = False
@@ -554,7 +560,7 @@ class Tracker:
         """Add the prompt's new messages, sharing nodes that an overlapping call has added meanwhile."""
         node = turn.base
         for segment in turn.segments:
-            again = segment.origin is not None and turn.key != 0
+            again = segment.origin is not None
             key = hash((segment.key, "again")) if again else segment.key
             known = self._nodes.get(key)
             if known is None or known.parent is not node or known.tokens != segment.tokens:
@@ -591,9 +597,9 @@ class Tracker:
             return None, None
         if base is None:
             return self._fresh_start(turn)
-        shown = turn.segments[0].origin if turn.key != 0 and turn.segments else None
-        if base.call is None and shown is not None:
-            if shown.node.parent is base:
+        shown = turn.walk.origins[base.depth] if turn.key != 0 and base.call is None else None
+        if shown is not None:
+            if turn.segments[0].origin is shown:
                 return self._shown_otherwise(shown, turn.segments[0].tokens), shown
             return self._moved(turn, shown)
         return turn.walk.edited or BreakReason.EDITED_HISTORY, base.continued or base.answer
@@ -669,7 +675,7 @@ class Tracker:
         return self.renderer.decode(token_ids).strip()
 
     def block_text(self, node: Node) -> str:
-        """Text of a block. An own turn has the text it was sampled with, however it is shown."""
+        """Text of a block. An own turn in its place has the text that it was sampled with, however it is shown."""
         return self.text(node.origin.node.tokens if node.origin is not None else node.tokens)
 
     def timelines(self) -> list[Timeline]:
@@ -760,7 +766,7 @@ def _segments(
                 walk.keys[index],
                 tokens if segments else lead + tokens,
                 _AUTHORS[messages[index].role],
-                walk.origins[index],
+                walk.origins[index] if walk.in_place[index] else None,
             )
         )
     return tuple(segments), array("i", rendered.token_ids[end:])

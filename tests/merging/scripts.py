@@ -1,14 +1,14 @@
 """Generated episodes: forests of calls with forks, sub-agents, retries, rewrites and lost answers.
 
-A script says for each call which earlier call it follows and how; `play` runs it against a tracker in any order that keeps
-causes before effects. Answers and logprobs belong to the script, so two orders sample the same tokens.
+A script says for each call which earlier call it follows and how; `play` runs it against a tracker in any order that
+keeps causes before effects. Answers and logprobs belong to the script, so two orders sample the same tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from tiny_models import tiny_tokenizer
@@ -47,47 +47,54 @@ class Step:
     where: int
 
 
-@st.composite
-def scripts(draw: st.DrawFn, *, most: int = 40, unique: bool = True) -> list[Step]:
+FOLLOWS: tuple[Follow, ...] = (*("continue",) * 7, "again", "edit", "drop_turn", "compact")
+ECHOES: tuple[Echo, ...] = (*("ids",) * 4, "text", "trimmed", "no_reasoning", "rewritten_arguments", "edited")
+ROLES = ("user", "tool", "tool", "assistant")
+TEXTS = ("the answer", " answers\n\n", "in the inn", "7", "")
+THOUGHTS = ("", "", "<think>\nhm\n</think>\n\n", "<think>\nthe other\n</think>\n\n")
+CALL = '\n<tool_call>\n{"name": "look", "arguments": {"b":1, "a": [2]}}\n</tool_call>'
+
+
+def scripts(*, most: int = 40, unique: bool = True) -> st.SearchStrategy[list[Step]]:
     """Up to `most` calls; `unique` gives every answer another text."""
-    count = draw(st.integers(1, most))
-    steps: list[Step] = []
-    for index in range(count):
-        parent = draw(st.integers(max(0, index - 6), index - 1)) if index and draw(st.integers(0, 5)) else None
-        follow: Follow = "start" if parent is None else draw(st.sampled_from(FOLLOWS))
-        steps.append(
-            Step(
-                parent=parent,
-                follow=follow,
-                echo=draw(st.sampled_from(ECHOES)),
-                context=tuple(
-                    (draw(st.sampled_from(("user", "tool", "tool", "assistant"))), draw(st.sampled_from(CONTEXTS)))
-                    for _ in range(draw(st.integers(1, 2)))
-                ),
-                system=draw(st.integers(0, 2)),
-                tools=draw(st.integers(0, 2)),
-                answer=draw(answers()) + (f" #{index}" if unique else ""),
-                scramble=draw(st.booleans()),
-                ends=draw(st.integers(0, 4)) > 0,
-                delivered=draw(st.integers(0, 9)) > 0,
-                where=draw(st.integers(0, 7)),
-            )
-        )
-    return steps
+    lengths = st.integers(1, most)
+    seeds = lengths.flatmap(lambda n: st.lists(st.integers(0, 2**48 - 1), min_size=n, max_size=n))
+    return seeds.map(lambda numbers: [_step(index, number, unique) for index, number in enumerate(numbers)])
 
 
-FOLLOWS: tuple[Follow, ...] = ("continue",) * 7 + ("again", "edit", "drop_turn", "compact")
-ECHOES: tuple[Echo, ...] = ("ids",) * 4 + ("text", "trimmed", "no_reasoning", "rewritten_arguments", "edited")
+def _step(index: int, number: int, unique: bool) -> Step:
+    """A step out of one number, digit by digit: quick to draw, and it shrinks to the plainest step."""
+    digits = _Digits(number)
+    starts = index == 0 or digits.take(6) == 5
+    parent = None if starts else max(0, index - 1 - digits.take(6))
+    return Step(
+        parent=parent,
+        follow="start" if parent is None else digits.choose(FOLLOWS),
+        echo=digits.choose(ECHOES),
+        context=tuple((digits.choose(ROLES), digits.choose(CONTEXTS)) for _ in range(1 + digits.take(2))),
+        system=digits.take(3),
+        tools=digits.take(3),
+        answer=digits.choose(THOUGHTS)
+        + digits.choose(TEXTS)
+        + digits.choose(("", "", "", CALL))
+        + (f" #{index}" if unique else ""),
+        scramble=digits.take(2) == 1,
+        ends=digits.take(5) != 4,
+        delivered=digits.take(10) != 9,
+        where=digits.take(8),
+    )
 
 
-@st.composite
-def answers(draw: st.DrawFn) -> str:
-    text = draw(st.sampled_from(("the answer", " answers\n\n", "in the inn", "7", "")))
-    if draw(st.integers(0, 2)) == 0:
-        text = f"<think>\n{draw(st.sampled_from(('hm', 'the other')))}\n</think>\n\n{text}"
-    if draw(st.integers(0, 3)) == 0:
-        text += '\n<tool_call>\n{"name": "look", "arguments": {"b":1, "a": [2]}}\n</tool_call>'
-    return text
+class _Digits:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def take(self, base: int) -> int:
+        self._number, digit = divmod(self._number, base)
+        return digit
+
+    def choose(self, options: Sequence[Any]) -> Any:
+        return options[self.take(len(options))]
 
 
 @dataclass

@@ -117,7 +117,8 @@ def test_consecutive_tool_messages_that_the_template_merges_continue_as_one_turn
     renderer = tiny_renderer("merging_tools")
     added = renderer.extend(renderer.encode("x<|im_end|>"), [USER, CALL], RESULTS, [LOOK])
     assert added is not None
-    expected = "\n<|im_start|>user\n<tool_response>\nred\n</tool_response>\n<tool_response>\nblue\n</tool_response><|im_end|>\n"
+    first, second = "\n<tool_response>\nred\n</tool_response>", "\n<tool_response>\nblue\n</tool_response>"
+    expected = f"\n<|im_start|>user{first}{second}<|im_end|>\n"
     assert whole_text(renderer, added.token_ids) == f"{expected}<|im_start|>assistant\n"
     assert [whole_text(renderer, added.token_ids[slice(*span)]) for span in added.spans] == [
         expected[: expected.index("\n<tool_response>\nblue")],
@@ -215,7 +216,7 @@ def test_special_tokens_are_left_out_of_text_and_markers_are_not():
 
 
 def test_a_model_folder_without_tokenizer_or_template_says_what_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
         GenericRenderer.load(tmp_path)
     tiny_tokenizer()._fast.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(FileNotFoundError, match="no chat template"):

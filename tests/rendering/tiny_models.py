@@ -20,7 +20,8 @@ CHATML = """\
 THINKING = """\
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and message.reasoning_content and loop.index0 > ns.last %}
@@ -52,7 +53,8 @@ ONE_SYSTEM = """\
 """Refuses a second system message, trims contents."""
 
 MERGING_TOOLS = """\
-{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- if tools %}{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
@@ -60,7 +62,9 @@ MERGING_TOOLS = """\
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- else %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{- '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}{%- endfor %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
