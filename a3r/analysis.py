@@ -2,7 +2,7 @@
 
 Only completed runs are observations (diverged ones where the goal says so). A mark falls at a registered look, by the
 stage's registered rules, over exactly the seeds which that stage listed; Holm's step-down over the levels tested
-together sets each interval's alpha. A mark that has fallen stays. Every number is a `Number` with its sources' addresses.
+together sets each interval's alpha. A mark that has fallen stays. Numbers carry their sources' addresses.
 """
 
 from __future__ import annotations
@@ -745,7 +745,7 @@ def judge_best(lock: GoalLock, history: History, index: int) -> tuple[Arm | None
         for a in others
     }
     rows, left, stopped = {}, len(others), False
-    for arm in sorted(others, key=lambda a: p[a.name] if p[a.name] is not None else 2.0):
+    for arm in sorted(others, key=lambda a: 2.0 if (found := p[a.name]) is None else found):
         row = pair_row(lock, plan, arm, samples[arm.name], samples[leader.name], spend / max(left, 1), rules)
         # An arm that does better than the leader by mean cannot exist; "better" never fires here.
         stopped = stopped or row.mark == "undecided"

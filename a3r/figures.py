@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from a3r.analysis import bar_of, describe, sample
+from a3r.analysis import bar_of, cells, describe, sample
 from a3r.leader import ArmRow, Decision
 from a3r.results import RunStatus
 
@@ -36,7 +36,7 @@ def _svg(name: str, function: Callable[[Any, Evidence, Decision], None], evidenc
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    settings = {
+    settings: Any = {
         "svg.hashsalt": f"a3r-{name}", "svg.fonttype": "path", "font.size": 9.0, "axes.spines.top": False,
         "axes.spines.right": False, "axes.edgecolor": "#5b6675", "axes.titlesize": 10.0, "legend.frameon": False,
         "legend.fontsize": 8.0,
@@ -66,10 +66,10 @@ def _factors(evidence: Evidence) -> str:
 def _arms_in_order(evidence: Evidence) -> list[str]:
     """Arm names with observations, by level and cell."""
     order: dict[str, tuple[Any, ...]] = {}
-    levels = evidence.lock.goal.question.levels
+    levels, every = evidence.lock.goal.question.levels, cells(evidence.lock.goal)
     for plan in evidence.history.plans:
         for arm in plan.arms:
-            order[arm.name] = (str(sorted(arm.cell.items())), levels.index(arm.level) if arm.level in levels else 0)
+            order[arm.name] = (every.index(dict(arm.cell)), levels.index(arm.level))
     seen = {o.arm for o in evidence.history.observations}
     return sorted((name for name in order if name in seen), key=lambda name: order[name])
 

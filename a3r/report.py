@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -739,7 +738,8 @@ def _first_difference(text: str, expected: str) -> str:
     )
     for line, (is_, should) in pairs:
         if is_ != should:
-            same = len(os.path.commonprefix([is_, should]))
+            same = next((i for i, (a, b) in enumerate(zip(is_, should, strict=False)) if a != b), 10**9)
+            same = min(same, len(is_), len(should))
             near = slice(max(0, same - 20), same + 20)
             return f"line {line} says {is_[near]!r}, the run records give {should[near]!r}"
     return "differs in length from what the run records give"

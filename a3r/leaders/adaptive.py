@@ -232,7 +232,7 @@ def _next_threshold(state: State) -> Plan | Decision:
     first = ladders[0]
     if state.stage == 1 and state.calibration_failed():
         return state.conclude("the calibration arm did not complete once, so nothing further was run")
-    if _screens(state) and not state.has(Purpose.SCREEN):
+    if _screens(state) and not (state.has(Purpose.SCREEN) or state.has(Purpose.DECIDE)):
         return _screen(state, first)
     tests = {0: _to_test(state, first, None)}
     if not tests[0]:

@@ -3,8 +3,8 @@
 The model reads the goal, the allowed factors and all results so far, and proposes the next stage or the end; code turns
 the proposal into blueprints, after checking it against the schema, the allowed levels, the registered looks and the
 budget. An invalid proposal goes back with the error, twice; then, or when the endpoint is lost, the adaptive leader
-plans this stage. Stage 0 and every verdict and number are code's. Requests and answers go through the journal: a restart
-replays them. Text that came out of runs is given to the model as quoted data; what it can cause is a proposal.
+plans this stage. Stage 0 and every verdict and number are code's. Requests and answers go through the journal: a
+restart replays them. Text that came out of runs is given to the model as quoted data; what it can cause is a proposal.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ class LlmLeader:
 
     def plan(self, goal: GoalLock, history: History) -> Plan | Decision:
         """The model's next stage, or the adaptive leader's where it has none."""
-        if not history.plans or len(history.plans) >= goal.goal.budget.stages or _confirmed(history):
+        if _confirmed(history):
+            return analysis.conclude(goal, history)
+        if not history.plans or len(history.plans) >= goal.goal.budget.stages:
             return self._adaptive.plan(goal, history)
         tools: dict[str, type[Part]] = {"propose_stage": StageProposal, "finish": Finish}
         try:
