@@ -323,9 +323,9 @@ class SwarmServer:
         self._life += 1
         last = run.last_checkpoint
         started = time.monotonic()
-        run.info = await backend.start(
-            run.config, work_dir=run.folder / "engine", resume=Path(last.path) if last else None
-        )
+        work_dir = run.folder / "engine"
+        work_dir.mkdir(exist_ok=True)
+        run.info = await backend.start(run.config, work_dir=work_dir, resume=Path(last.path) if last else None)
         self._watch = asyncio.create_task(self._watch_backend(backend, self._life))
         if run.renderer is None:
             run.renderer = await asyncio.to_thread(load_renderer, run.info.model_path)
