@@ -112,7 +112,7 @@ class KnownRenderer:
             if attempt.name and attempt.arguments is not None:
                 calls.append(_as_written(attempt.raw) or ToolCall("", attempt.name, _json(attempt.arguments)))
             else:
-                content += attempt.raw
+                content += self.decode(token_ids[slice(*attempt.token_span)]) if attempt.token_span else attempt.raw
         if parsed.tool_calls and not tools:
             content = self.decode(token_ids)
         return Message("assistant", content, tool_calls=tuple(calls), reasoning=parsed.reasoning_content or None)
