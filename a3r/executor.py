@@ -1,8 +1,8 @@
 """What an executor is: the hands of the leader on one kind of host.
 
 It starts a supervisor for a prepared attempt directory, tells what has become of it, and fences it. "Not reachable",
-"not started", "alive", "dead" and "finished" are five different answers; only the last two are proof. A variant that goes
-elsewhere (ssh, Ray) brings the attempt's files back into the same directories.
+"not started", "alive", "dead" and "finished" are five different answers; only the last two are proof. A variant that
+goes elsewhere (ssh, Ray) brings the attempt's files back into the same directories.
 """
 
 from __future__ import annotations

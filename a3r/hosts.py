@@ -34,12 +34,12 @@ class Host(Part):
     executor: str = "local"
     slots: int | None = Field(None, ge=0)
     """CPU runs at once; None is the number of cores on a machine without GPUs, 0 on one with."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """Threads a CPU run may use, told to it as OMP_NUM_THREADS."""
     gpus: list[int] = Field(default_factory=list)
     gpu_model: str = "any"
     lock_dir: str | None = None
-    """Where slot locks live; shared by all studies on the machine. None is a directory per user in the temporary folder."""
+    """Where slot locks live, for all studies on the machine. None is a directory per user in the temporary folder."""
     address: str | None = None
     """For executors that go elsewhere."""
 

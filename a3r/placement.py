@@ -2,8 +2,8 @@
 
 Gangs are placed whole on one host. Order: priority, then age in steps of `AGE_STEP_S`, then the larger piece of work.
 The first run that does not fit gets a reservation: the host on which it can start soonest. Later, smaller runs pass it
-only where they cannot delay it (another host, slots that it leaves over, or an end before its projected start), so large
-gangs do not starve and free slots do not idle behind them.
+only where they cannot delay it (another host, slots that it leaves over, or an end before its projected start), so
+large gangs do not starve and free slots do not idle behind them.
 """
 
 from __future__ import annotations

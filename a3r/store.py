@@ -26,7 +26,8 @@ TABLES: tuple[Table, ...] = ("campaign", "runs", "attempts", "leases", "spending
 GENESIS = "0" * 64
 
 SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS events (seq INTEGER PRIMARY KEY, body TEXT NOT NULL, prev TEXT NOT NULL, sha TEXT NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS events (
+        seq INTEGER PRIMARY KEY, body TEXT NOT NULL, prev TEXT NOT NULL, sha TEXT NOT NULL)""",
     *(f"CREATE TABLE IF NOT EXISTS {table} (key TEXT PRIMARY KEY, data TEXT NOT NULL)" for table in TABLES),
     """CREATE UNIQUE INDEX IF NOT EXISTS one_run_per_seed ON runs (
         json_extract(data, '$.blueprint'), json_extract(data, '$.seed'), json_extract(data, '$.replicate'))""",
@@ -113,9 +114,8 @@ def boot_id() -> str:
 
 def chain_breaks(events: Iterable[Event]) -> int | None:
     """Sequence number of the first event that does not follow from the one before it; None when all do."""
-    prev, seq = GENESIS, 0
-    for event in events:
-        seq += 1
+    prev = GENESIS
+    for seq, event in enumerate(events, 1):
         if event.seq != seq or event.prev != prev or event.computed_sha() != event.sha:
             return seq
         prev = event.sha

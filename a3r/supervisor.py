@@ -19,6 +19,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -145,8 +146,7 @@ def write_once(path: Path, data: dict[str, Any]) -> bool:
     """Put a complete, flushed file at `path` unless one is there. True: this call made it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=1, sort_keys=True)
-        file.write("\n")
+        file.write(result_text(data))
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -157,6 +157,11 @@ def write_once(path: Path, data: dict[str, Any]) -> bool:
         os.unlink(temporary)
     fsync_dir(path.parent)
     return True
+
+
+def result_text(data: dict[str, Any]) -> str:
+    """The bytes of a result or claim: equal for equal data."""
+    return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -543,7 +548,7 @@ class Supervisor:
         return True
 
     def take_locks(self) -> End | None:
-        """Take every slot's lock in a fixed order. The locks stay with the process tree, never broken, never unlinked."""
+        """Take every slot's lock in a fixed order. They stay with the process tree: never broken, never unlinked."""
         deadline = now() + float(self.launch.raw.get("lock_wait_s", 10.0))
         for path in sorted(self.launch.raw.get("locks") or []):
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -776,7 +781,7 @@ class Supervisor:
         return End("FAILED", "code" if code is not None and code < 0 else "unknown", prefix)
 
     def helpers_evidence(self) -> tuple[str, str] | None:
-        """What the other processes' logs say. Their refusals of requests are part of their trade: those do not count."""
+        """What the other processes' logs say. That they refuse requests is their trade and does not count."""
         for process in self.launch.processes:
             found = classify_text(tail(self.dir / "log" / f"{process.name}.txt"))
             if found and found[0] in ("oom", "infra", "code"):
@@ -806,7 +811,7 @@ class Supervisor:
         expected = self.launch.raw.get("expect_steps")
         if expected is not None and seen != list(range(1, int(expected) + 1)):
             return End("FAILED", "fabricated", f"the client ended well with {len(seen)} of {expected} steps measured")
-        if len({b - a for a, b in zip(seen, seen[1:], strict=False)}) > 1:
+        if len({b - a for a, b in itertools.pairwise(seen)}) > 1:
             return End("FAILED", "fabricated", f"the measured steps up to {last} have holes")
         claimed = self.evaluation().get("steps", {}).get("value")
         if claimed is not None and claimed != last:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -97,13 +98,14 @@ def simulate(jobs: list[Job]) -> Outcome:
 
 
 def main() -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "all at once, exact durations": dict(over_s=0.0, exact=True),
         "all at once, 30-100 % of max_s": dict(over_s=0.0, exact=False),
         "arriving over 18 h, 30-100 %": dict(over_s=18 * 3600.0, exact=False),
     }
     print(
-        f"{'workload':34} {'of bound':>9} {'makespan h':>11} {'max wait h':>11} {'8-GPU wait h':>13} {'ms/decision':>12}"
+        f"{'workload':34} {'of bound':>9} {'makespan h':>11} {'max wait h':>11}"
+        f" {'8-GPU wait h':>13} {'ms/decision':>12}"
     )
     for name, options in cases.items():
         for seed in range(3):

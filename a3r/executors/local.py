@@ -1,7 +1,7 @@
 """Attempts on this machine: a supervisor per attempt, and a tmux server per campaign that shows them.
 
-The tmux server is a window, not a parent: its panes follow log files. Losing it loses the view; it is opened again at the
-next look. It has a socket of its own and nothing here talks to any other tmux server.
+The tmux server is a window, not a parent: its panes follow log files. Losing it loses the view; it is opened again at
+the next look. It has a socket of its own and nothing here talks to any other tmux server.
 """
 
 from __future__ import annotations

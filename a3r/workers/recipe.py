@@ -1,7 +1,7 @@
 """The recipe worker: a blueprint's own words, filled in and followed, without a model.
 
-`prepare` writes what the supervisor reads; it is repeatable and starts nothing. `react` is the table of failure classes.
-A file handed to a run is never changed afterwards; the factor under study is never changed by a retry.
+`prepare` writes what the supervisor reads; it is repeatable and starts nothing. `react` is the table of failure
+classes. A file handed to a run is never changed afterwards; the factor under study is never changed by a retry.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class RecipeWorker:
 
     def _launch(self, job: Assignment, code_dir: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         blueprint = job.blueprint
-        checkpoint_dir = blueprint.checkpoint.dir if blueprint.checkpoint else "{run_dir}/ckpt"
+        checkpoint = blueprint.checkpoint
+        checkpoint_dir = checkpoint.dir if checkpoint else "{run_dir}/ckpt"
         values = {
             "python": sys.executable,
             "seed": str(job.seed),
@@ -93,7 +94,7 @@ class RecipeWorker:
             "run_dir": str(job.run_dir),
             "ckpt": fill(checkpoint_dir, {"run_dir": str(job.run_dir)}),
         } | {f"port:{name}": str(port) for name, port in job.ports.items()}
-        resume = [fill(a, values) for a in blueprint.checkpoint.resume_arg] if self.resumes(job) else []
+        resume = [fill(a, values) for a in checkpoint.resume_arg] if checkpoint and self.resumes(job) else []
         metrics = blueprint.metrics
         return {
             "schema": "a3r/launch/v1",

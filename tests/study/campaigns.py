@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from a3r import campaign as ca
 from a3r import study as st
+from a3r.attempts import Settings
 from a3r.blueprint import Blueprint
 from a3r.goal import GoalLock
 from a3r.hosts import Hosts
@@ -19,7 +21,7 @@ from a3r.questions import StoreJournal
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [0.1, 1.0, 10.0]
-FAST = st.Settings(tick_s=0.01, supervisor_tick_s=0.02, backoff_s=0.02, view=False, approve_all=True, disk_retry_s=0.05)
+FAST = Settings(tick_s=0.01, supervisor_tick_s=0.02, backoff_s=0.02, view=False, approve_all=True, disk_retry_s=0.05)
 
 
 def base_blueprint(**changes: Any) -> Blueprint:
@@ -87,7 +89,10 @@ class SmallLeader:
             fd = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             os.write(fd, f"{len(history.plans)}\n".encode())
             os.close(fd)
-        return {"answer": json.loads(self.think(goal, history).model_dump_json(by_alias=True)), "usage": {"total_tokens": 7}}
+        return {
+            "answer": json.loads(self.think(goal, history).model_dump_json(by_alias=True)),
+            "usage": {"total_tokens": 7},
+        }
 
     def think(self, goal: GoalLock, history: History) -> Plan | Decision:
         question = goal.goal.question
@@ -138,6 +143,9 @@ class FileReporter:
         path.write_text(decision.model_dump_json())
         return path
 
+    def partial(self, goal: GoalLock, history: History, why: str) -> Decision:
+        return Decision(verdict=Verdict.NOT_MEASURED, sentence=f"Not answered: {why}.", notes=[why])
+
 
 @dataclass
 class Maker:
@@ -151,15 +159,15 @@ class Maker:
 
     def create(self, name: str = "study", lock: GoalLock | None = None, hosts: Hosts | None = None) -> Path:
         directory = self.base / name
-        st.create(
+        ca.create(
             directory, "# goal\n", lock or goal_lock(), root=ROOT, leader={"name": "small"}, hosts=hosts or self.hosts()
         )
         return directory
 
-    def open(self, directory: Path, settings: st.Settings = FAST, **options: Any) -> st.Study:
+    def open(self, directory: Path, settings: Settings = FAST, **options: Any) -> st.Study:
         return open_study(directory, settings, **options)
 
-    def run(self, directory: Path, settings: st.Settings = FAST, **options: Any) -> st.Study:
+    def run(self, directory: Path, settings: Settings = FAST, **options: Any) -> st.Study:
         """Lead to the end; the study is closed but its journal can be read again."""
         study = self.open(directory, settings, **options)
         try:
@@ -169,7 +177,7 @@ class Maker:
         return study
 
 
-def open_study(directory: Path, settings: st.Settings = FAST, **options: Any) -> st.Study:
+def open_study(directory: Path, settings: Settings = FAST, **options: Any) -> st.Study:
     leader = options.get("leader")
 
     def make_leader(store: Any, ledger: Any, row: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Dying at a named point: the only place that knows A3R_CRASH_AT. Standard library only; nothing in the product imports it.
+"""Dying at a named point: the only place that knows A3R_CRASH_AT. Standard library only; no product code imports it.
 
 A3R_CRASH_AT=`NAME@HIT,…` kills the process with SIGKILL when NAME is reached for the HIT-th time in the whole campaign,
 whichever process reaches it. A3R_FAULT_DIR holds the counts; A3R_TRACE collects every name.

@@ -13,5 +13,5 @@ assert spec and spec.loader
 supervisor = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = supervisor
 spec.loader.exec_module(supervisor)
-supervisor.reached = lambda name: faults.reached(f"supervisor:{name}")
+supervisor.__dict__["reached"] = lambda name: faults.reached(f"supervisor:{name}")
 sys.exit(supervisor.main(sys.argv[1:]))

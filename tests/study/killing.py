@@ -21,8 +21,8 @@ from pathlib import Path
 import campaigns
 import faults
 
+from a3r import attempts as attempts_module
 from a3r import store as store_module
-from a3r import study as study_module
 from a3r import supervisor as sv
 from a3r.store import Store
 
@@ -110,9 +110,13 @@ class Battle:
         if self.stray:
             os.environ["A3R_STRAY"] = "1"
         store_module.reached = lambda name: faults.reached(f"journal:{name}")
-        study_module.reached = lambda name: faults.reached(f"study:{name}")
+        attempts_module.reached = lambda name: faults.reached(f"study:{name}")
         settings = replace(
-            campaigns.FAST, view=self.view, view_check_s=0.1, supervisor=HERE / "faulty_supervisor.py", spawn_grace_s=5.0
+            campaigns.FAST,
+            view=self.view,
+            view_check_s=0.1,
+            supervisor=HERE / "faulty_supervisor.py",
+            spawn_grace_s=5.0,
         )
         study = campaigns.open_study(self.directory, settings, journalled=True)
         study.run()

@@ -1,7 +1,7 @@
-"""The simulated client with a witness: it takes locks that nothing in the product knows, one for its run and one per slot.
+"""The simulated client with a witness: it takes locks that no product code knows, one for its run and one per slot.
 
-The kernel holds them exactly as long as this process or its stray grandchild lives, so a second process of the same run,
-or on the same slot, is seen without sampling and without races.
+The kernel holds them exactly as long as this process or its stray grandchild lives, so a second process of the same
+run, or on the same slot, is seen without sampling and without races.
 """
 
 import fcntl
