@@ -594,18 +594,15 @@ class _Store:
         Raises:
             JournalError: none is on disk.
         """
-        order = self._last_order
         try:
             with self._explained(), self._transaction():
                 for entry in entries:
                     WRITERS[type(entry)](self, entry)
-        except BaseException as error:
-            self._last_order = order
-            if isinstance(error, TypeError | ValueError | OverflowError):
-                raise JournalError(Code.INTERNAL, f"{self.path}: an entry cannot be stored: {error}") from error
-            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise JournalError(Code.INTERNAL, f"{self.path}: an entry cannot be stored: {error}") from error
 
     def _next_order(self) -> int:
+        """Rising, not gapless: a number taken in a transaction that failed is not used again."""
         self._last_order += 1
         return self._last_order
 

@@ -107,3 +107,18 @@ def test_the_quorum_is_rounded_up_and_at_least_one(clock, quorum, needed):
     for name in "abcde":
         clients.register(name)
     assert clients.agreement(1).needed == needed
+
+
+def test_rounding_does_not_ask_for_one_client_too_many(clock):
+    clients = registry(clock, quorum=0.28)
+    for n in range(25):
+        clients.register(f"c{n}")
+    assert clients.agreement(1).needed == 7  # 0.28 · 25 is 7.000000000000001 in floats
+
+
+def test_clients_known_before_a_restart_have_a_timeout_to_show_up(clock):
+    clients = registry(clock)
+    clients.restore({"a": 6, "b": 6, "c": None})
+    assert (clients.live_shares(), clients.live()) == ({"a": 6, "b": 2}, ["a", "b", "c"])
+    clock.advance(11)
+    assert clients.live() == [] and clients.heartbeat("b").alive

@@ -114,6 +114,14 @@ async def test_pooled_episodes_come_back_whole_and_in_order_of_their_ends(writte
     assert recovery.pooled == [finished_of(second, 0.25), finished_of(first, 1.0)]
 
 
+async def test_what_ends_after_a_restart_comes_after_what_ended_before(written):
+    before = [(await written.accept()).episode_id for _ in range(3)]
+    written.restart()
+    after = (await written.accept()).episode_id
+    recovery = written.restart()
+    assert ids_of(recovery.pooled) == ids_of(recovery.closed) == [*before, after]
+
+
 async def test_open_episodes_are_aborted_by_the_restart_on_disk_too(written):
     opened = await written.claim()
     for _ in range(2):
@@ -331,6 +339,15 @@ async def test_a_write_whose_caller_was_cancelled_stands_and_may_be_repeated(wri
     assert [e.reward for e in written.restart().pooled] == [0.5]
 
 
+async def test_a_cancelled_caller_does_not_keep_the_others_of_its_group_waiting(written):
+    tasks = [asyncio.create_task(written.journal.write(MetaSet(f"k{n}", n))) for n in range(20)]
+    await asyncio.sleep(0)
+    for task in tasks[:10]:
+        task.cancel()
+    await asyncio.wait_for(asyncio.gather(*tasks[10:]), timeout=30)
+    assert len(written.restart().meta) == 20
+
+
 async def test_an_episode_is_planned_into_one_batch_only(written):
     ids = [(await written.accept()).episode_id for _ in range(3)]
     await written.journal.write(BatchPlanned(1, (ids[0], ids[1])))
@@ -494,6 +511,15 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(journal_path, conte
         with pytest.raises(JournalError):
             attempt(journal_path)
     assert journal_path.read_bytes() == content
+
+
+def test_another_programs_database_is_left_alone(journal_path):
+    with sqlite3.connect(journal_path) as db:
+        db.execute("CREATE TABLE precious (id)")
+    with pytest.raises(JournalError, match="there already"):
+        Journal.create(journal_path, config={})
+    with pytest.raises(JournalError, match="not a journal"):
+        Journal.open(journal_path)
 
 
 async def test_a_damaged_page_is_found_at_open(journal_path):
