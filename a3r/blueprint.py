@@ -8,6 +8,7 @@ placeholders from a closed set; there is no shell.
 from __future__ import annotations
 
 import json
+import os
 import re
 import string
 import subprocess
@@ -369,8 +370,10 @@ def client_schema(blueprint: Blueprint, root: Path, python: str | None = None) -
 @lru_cache(maxsize=64)
 def _ask_schema(argv: tuple[str, ...], cwd: str) -> str:
     command = " ".join(argv)
+    # The client imports what this process can import, also from a source tree that is not installed.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(p or ".").resolve()) for p in sys.path)}
     try:
-        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
         raise ClientSchemaError(f"{argv[0]}: no such program; check the blueprint's argv") from None
     except subprocess.TimeoutExpired:

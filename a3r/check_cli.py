@@ -148,9 +148,9 @@ def export_schemas(
 
 
 def _formats() -> dict[str, type[BaseModel]]:
-    from a3r.report import Report
+    from a3r.report import Report, StageReport
 
-    return FORMATS | {"report": Report}
+    return FORMATS | {"report": Report, "stage-report": StageReport}
 
 
 def _print_problems(error: FormatError) -> None:

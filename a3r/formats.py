@@ -117,6 +117,8 @@ def _problem(item: Any, path: Path, model: type[BaseModel], document: Document) 
         return Problem(document.where(path), "missing", f"add `{item['loc'][-1]}: …`", key=name)
     if kind in {"int_type", "float_type"} and isinstance(item["input"], str):
         return Problem(where, f"{item['input']!r} is text where a number is due", "remove the quotes", key=key)
+    if kind == "list_type":
+        return Problem(where, f"expected a list (got {item['input']!r})", "write [a, b]; there is no shell", key=key)
     if kind.endswith("_type") or kind == "int_from_float":
         return Problem(where, f"{message} (got {item['input']!r})", "see `a3r schema export`", key=key)
     problem, _, fix = message.partition("; ")

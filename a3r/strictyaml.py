@@ -99,6 +99,10 @@ def load_strict(text: str, name: str = "<text>", first_line: int = 1) -> Documen
     return Document(name, data, reader.lines)
 
 
+_CORE = frozenset({"str", "int", "float", "bool", "null", "timestamp", "value", "merge"})
+"""What an untagged scalar resolves to."""
+
+
 class _Reader:
     def __init__(self, name: str, first_line: int) -> None:
         self.name = name
@@ -141,7 +145,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: Path) -> Any:
         text = str(node.value)
-        if node.tag and not node.tag.startswith("tag:yaml.org,2002:"):
+        if node.tag and node.tag.removeprefix("tag:yaml.org,2002:") not in _CORE:
             return self._refuse(node, path, f"the tag {node.tag} is not read", "write a plain value")
         if getattr(node, "style", None) is not None:
             return text
