@@ -266,7 +266,7 @@ class Study(Attempts):
         att.reached("plan_answered")
         answer = self._bounded(answer, history)
         stored = Put("plans", number, asked | {"answer": dump(answer)})
-        changes = {"state": self._checked("REPORTING" if isinstance(answer, Decision) else "DECLARING")}
+        changes: dict[str, Any] = {"state": self._checked("REPORTING" if isinstance(answer, Decision) else "DECLARING")}
         if isinstance(answer, Plan):
             changes["stage"] = int(number)
         self._set("PLAN_MADE", changes, [stored], data={"number": int(number), "kind": answer.kind})
