@@ -66,6 +66,8 @@ TICK_S = 0.5
 """How often leases and deadlines are looked at."""
 UPDATE_GRACE_S = 15.0
 """How long a stop waits for an update in progress."""
+SETTLE_S = 1.0
+"""How long a stop waits for what only has to notice it; a start of the engine is cut short."""
 SAVE_GRACE_S = 60.0
 """How long a stop waits for the last checkpoint."""
 BACKEND_GRACE_S = 10.0
@@ -233,12 +235,13 @@ class SwarmServer:
                 return self.status()
             if forget:
                 self._remember_run(None)
+            updating = self._state is EngineState.WEIGHT_SYNCING
             self._move(EngineState.STOPPING)
             run = self._run
             if run is not None:
                 await self._abort_open(run, "server_stopped")
             if self._task is not None:
-                done, _ = await asyncio.wait([self._task], timeout=UPDATE_GRACE_S)
+                done, _ = await asyncio.wait([self._task], timeout=UPDATE_GRACE_S if updating else SETTLE_S)
                 if not done:
                     self._task.cancel()
                 await asyncio.gather(self._task, return_exceptions=True)
