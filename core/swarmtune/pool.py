@@ -229,7 +229,7 @@ class SamplePool:
             case "task_count" | "nonzero_variance_task_count":
                 return self._may_claim_repeat(task_id) or self._may_claim_task(task_id, client)
             case "all_clients_agree" | "any_client_agrees":
-                return self._may_claim_task(task_id, client) if self._sharer(client) else None
+                return self._may_claim_task(task_id, client) if self._sharers()(client) else None
 
     # -- counts
 
@@ -261,9 +261,9 @@ class SamplePool:
     def _choose_episodes(self) -> list[_Entry]:
         """The oldest batch_tasks · repeats episodes, of each sharer at most its share · repeats."""
         left = {holder: places * self._repeats for holder, places in self._places().items()}
-        chosen: list[_Entry] = []
+        sharer, chosen = self._sharers(), list[_Entry]()
         for entry in self._pooled.values():
-            holder = self._sharer(entry.episode.client)
+            holder = sharer(entry.episode.client)
             if left[holder] > 0:
                 left[holder] -= 1
                 chosen.append(entry)
@@ -272,10 +272,10 @@ class SamplePool:
     def _choose_tasks(self) -> list[_Group]:
         """The batch_tasks tasks that were complete first, of each sharer at most its share."""
         complete = [(g.complete_seq, g) for g in self._groups.values() if g.complete_seq is not None]
-        left = self._places()
+        left, sharer = self._places(), self._sharers()
         chosen: list[_Group] = []
         for _, group in sorted(complete, key=lambda pair: pair[0]):
-            holder = self._sharer(group.client)
+            holder = sharer(group.client)
             if left[holder] > 0:
                 left[holder] -= 1
                 chosen.append(group)
@@ -308,9 +308,10 @@ class SamplePool:
 
     # -- shares
 
-    def _sharer(self, client: str | None) -> str | None:
-        """The client itself where it is alive and has a share; None stands for everybody else together."""
-        return client if client is not None and client in self._clients.live_shares() else None
+    def _sharers(self) -> Callable[[str | None], str | None]:
+        """Client → itself where it is alive and has a share; None stands for everybody else together."""
+        shares = self._clients.live_shares()  # once for all the episodes that are then asked about
+        return lambda client: client if client in shares else None
 
     def _places(self) -> dict[str | None, int]:
         """Tasks of a batch by holder: each live sharer's share; under None what is left for everybody else."""
@@ -334,18 +335,22 @@ class SamplePool:
     def _conditions(self, step: int) -> list[Condition]:
         match self._config.policy:
             case "episode_count":
-                chosen = Counter(self._sharer(e.episode.client) for e in self._choose_episodes())
-                return self._count_conditions("episodes", chosen, self._repeats)
+                return self._count_conditions("episodes", self._chosen_by_sharer(), self._repeats)
             case "task_count":
-                chosen = Counter(self._sharer(g.client) for g in self._choose_tasks())
-                return self._count_conditions("complete_tasks", chosen, 1)
+                return self._count_conditions("complete_tasks", self._chosen_by_sharer(), 1)
             case "nonzero_variance_task_count":
-                chosen = Counter(self._sharer(g.client) for g in self._choose_tasks())
-                return self._count_conditions("tasks_with_variance", chosen, 1)
+                return self._count_conditions("tasks_with_variance", self._chosen_by_sharer(), 1)
             case "all_clients_agree":
                 return [self._all_agree(step), self._not_empty()]
             case "any_client_agrees":
                 return [self._any_agrees(step), self._not_empty()]
+
+    def _chosen_by_sharer(self) -> Counter[str | None]:
+        """What a batch would take now: episodes under C1, tasks under C2 and C3."""
+        sharer = self._sharers()
+        if self._counts_tasks:
+            return Counter(sharer(g.client) for g in self._choose_tasks())
+        return Counter(sharer(e.episode.client) for e in self._choose_episodes())
 
     def _count_conditions(self, name: str, chosen: Counter[str | None], unit: int) -> list[Condition]:
         have, need = chosen.total(), self._fillable(chosen[None], unit)
@@ -423,11 +428,11 @@ class SamplePool:
     def _missing_episodes(self) -> float | None:
         """Admissions until the policy is met; None where it does not follow from admissions."""
         if self._config.policy == "episode_count":
-            chosen = Counter(self._sharer(e.episode.client) for e in self._choose_episodes())
+            chosen = self._chosen_by_sharer()
             return max(0, self._fillable(chosen[None], self._repeats) - chosen.total())
         if not self._counts_tasks:
             return None
-        chosen = Counter(self._sharer(g.client) for g in self._choose_tasks())
+        chosen = self._chosen_by_sharer()
         tasks = max(0, self._fillable(chosen[None], 1) - chosen.total())
         begun = sum(len(g.entries) for g in self._partial_groups()[:tasks])
         missing = tasks * self._repeats - begun
@@ -482,7 +487,7 @@ class SamplePool:
         """A task not yet begun needs a place in the batch; one that was begun may be finished."""
         if task_id in self._groups or task_id in self._book.open_tasks:
             return None
-        holder = self._sharer(client)
+        holder = self._sharers()(client)
         places, held = self._places()[holder], self._tasks_held(holder)
         if held < places:
             return None
@@ -490,11 +495,11 @@ class SamplePool:
 
     def _tasks_held(self, holder: str | None) -> int:
         """Places of the batch that the holder's tasks take: complete ones and those that move."""
-        held = 0
+        held, sharer = 0, self._sharers()
         for task_id in self._groups.keys() | self._book.open_tasks.keys():
             group = self._groups.get(task_id)
             owner = group.client if group else self._book.open_tasks[task_id].client
-            held += self._sharer(owner) == holder and (self._will_train(group) or self._moves(task_id))
+            held += sharer(owner) == holder and (self._will_train(group) or self._moves(task_id))
         return held
 
     def _will_train(self, group: _Group | None) -> bool:
@@ -502,13 +507,14 @@ class SamplePool:
         return group is not None and (group.complete_seq is not None or not self._counts_tasks)
 
     def _may_claim_episode(self, client: str | None) -> ClaimWait | None:
-        holder = self._sharer(client)
+        sharer = self._sharers()
+        holder = sharer(client)
         need = self._places()[holder] * self._repeats
-        pooled = sum(self._sharer(e.episode.client) == holder for e in self._pooled.values())
+        pooled = sum(sharer(e.episode.client) == holder for e in self._pooled.values())
         opened = sum(
             task.count
             for task_id, task in self._book.open_tasks.items()
-            if self._sharer(task.client) == holder and self._moves(task_id)
+            if sharer(task.client) == holder and self._moves(task_id)
         )
         if pooled + opened < need:
             return None
