@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 3.0
 """How long a command waits for a server that does not answer."""
+STOP_S = 120.0
+"""How long a server may take to save a checkpoint and end."""
 DEFAULT_URL = "http://127.0.0.1:10086"
 
 app = typer.Typer(
@@ -111,7 +114,8 @@ def stop(
                 typer.echo(f"training stopped, server {swarm.stop().state.value}")
             else:
                 swarm.shutdown()
-                typer.echo("server is shutting down")
+                wait_until_gone(url, key)
+                typer.echo("server stopped")
     except SwarmError as error:
         fail(str(error))
 
@@ -159,10 +163,25 @@ def events(
         fail(str(error))
 
 
-def connect(url: str, key: str | None) -> SwarmClient:
+def connect(url: str, key: str | None, patience_s: float = PATIENCE_S) -> SwarmClient:
     from swarmtune.client import SwarmClient
 
-    return SwarmClient(url, api_key=key, patience_s=PATIENCE_S)
+    return SwarmClient(url, api_key=key, patience_s=patience_s)
+
+
+def wait_until_gone(url: str, key: str | None) -> None:
+    """Wait until nobody answers at `url`, for as long as a stop may take."""
+    from swarmtune.errors import ServerUnreachable
+
+    with connect(url, key, patience_s=0.0) as swarm:
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline:
+            try:
+                swarm.status()
+            except ServerUnreachable:
+                return
+            time.sleep(0.1)
+    fail(f"the server at {url} still answers after {STOP_S:.0f} s; its log says what it waits for")
 
 
 def read_keys(control_key_env: str | None, key_envs: list[str]) -> dict[str, frozenset[Capability]]:

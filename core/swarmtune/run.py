@@ -20,7 +20,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -96,12 +96,12 @@ class Session:
     seed: int | None
     turns: list[TurnRecord] = field(default_factory=list)
 
-    def seed_for(self, position: int, choice: int) -> int | None:
-        """The seed of a call that asks for none: from the claim's, the call's position, and which of its answers."""
-        if self.seed is None:
-            return None
-        digest = hashlib.blake2b(f"{self.seed}/{position}/{choice}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest) >> 1
+    def seed_for(self, position: int, choice: int, *, asked: int | None = None) -> int | None:
+        """The seed of one answer: the request's own unless that is pinned, else one from the claim's and the call's
+        position. Further answers of one call get seeds of their own, so that they are not all the same."""
+        if asked is not None and not self.sampling.pinned:
+            return asked if choice == 0 else _mixed(asked, choice)
+        return None if self.seed is None else _mixed(self.seed, position, choice)
 
     def note(
         self, turn_id: str, dialect: str, asked: dict[str, Any], used: SamplingParams, ignored: tuple[str, ...]
@@ -113,6 +113,12 @@ class Session:
             used = last.used if last.used == used else used
             ignored = last.ignored if last.ignored == ignored else ignored
         self.turns.append(TurnRecord(turn_id, dialect, asked, used, ignored))
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed from 0 to 2**63 - 1 that depends on all of `numbers`."""
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +149,8 @@ class Run:
         self.started_at = time.time()
         self._sessions: dict[str, Session] = {}
         """By episode id; open episodes that made a call."""
-        self._reports: dict[str, dict[str, Any]] = {}
-        """Episode id → merge report, of the last episodes that ended."""
+        self._ended: dict[str, tuple[Merged, list[TurnRecord]]] = {}
+        """Episode id → its merge without the rows, and its turns, of the last episodes that ended."""
         self.records: list[StepRecord] = []
         self.checkpoints: list[CheckpointView] = []
         self.unsaved: list[TrainBatch] = []
@@ -255,23 +261,19 @@ class Run:
         Raises:
             LookupError: it is over and its report is gone.
         """
-        kept = self._reports.get(episode.episode_id)
+        kept = self._ended.get(episode.episode_id)
         if kept is not None:
-            return kept
+            return describe_merge(episode.episode_id, *kept)
         if not episode.is_open:
             raise LookupError(
                 f"{episode.episode_id}: no merge report; they are kept of the last {REMEMBERED_REPORTS} ended"
             )
-        return self._report(episode, self.merge(episode))
+        return describe_merge(episode.episode_id, self.merge(episode), self.session(episode).turns)
 
     def keep_report(self, episode: Episode, merged: Merged) -> None:
-        self._reports[episode.episode_id] = self._report(episode, merged)
-        while len(self._reports) > REMEMBERED_REPORTS:
-            del self._reports[next(iter(self._reports))]
-
-    def _report(self, episode: Episode, merged: Merged) -> dict[str, Any]:
-        turns = [asdict(turn) for turn in self.session(episode).turns]
-        return {"episode_id": episode.episode_id, **merged.report.to_dict(), "problem": merged.problem, "turns": turns}
+        self._ended[episode.episode_id] = (replace(merged, samples=[]), self.session(episode).turns)
+        while len(self._ended) > REMEMBERED_REPORTS:
+            del self._ended[next(iter(self._ended))]
 
     # -- steps
 
@@ -377,6 +379,12 @@ class Run:
 
 
 # -- numbers
+
+
+def describe_merge(episode_id: str, merged: Merged, turns: Iterable[TurnRecord]) -> dict[str, Any]:
+    """The merge report as JSON."""
+    told = [asdict(turn) for turn in turns]
+    return {"episode_id": episode_id, **merged.report.to_dict(), "problem": merged.problem, "turns": told}
 
 
 def merge_numbers(report: MergeReport) -> dict[str, float]:

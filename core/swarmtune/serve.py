@@ -76,6 +76,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
     finally:
         await server.close()
         await runner.cleanup()
+        (settings.data_dir / "server.json").unlink(missing_ok=True)
 
 
 def url_of(listener: socket.socket) -> str:

@@ -212,6 +212,24 @@ async def test_a_claims_seed_gives_each_call_its_own_seed_again_and_again(local)
     assert seeds[0] == seeds[1] and seeds[0][0] != seeds[0][1] and None not in seeds[0]
 
 
+async def test_a_requests_seed_is_used_and_its_further_answers_get_their_own(local):
+    grant = await local.claim()
+    await local.chat(grant.api_key, n=2, seed=5)
+    assert local.server.merge_report(grant.episode_id)["turns"][0]["used"]["seed"] == 5
+    seeds = {request.sampling.seed for request in local.backend.requests}
+    assert len(seeds) == 2 and 5 in seeds
+
+
+async def test_a_marked_retry_gets_the_answer_it_missed_and_a_repeat_without_mark_a_new_one(client, local):
+    local.script["answer"] = lambda messages, index: f"answer {index}"
+    first = await client.chat.completions.create(**ASK)
+    again = await client.chat.completions.create(**ASK, extra_headers={"x-stainless-retry-count": "1"})
+    assert (again.id, again.choices[0].message.content) == (first.id, "answer 0")
+    fresh = await client.chat.completions.create(**ASK)
+    assert fresh.id != first.id and fresh.choices[0].message.content == "answer 1"
+    assert (await local.end(client.episode_id)).sampled_tokens == 2 * len("answer 0.")
+
+
 async def test_models_lists_the_served_one_and_takes_any_name(client):
     listed = await client.models.list()
     assert [m.id for m in listed.data] == ["chatml"]

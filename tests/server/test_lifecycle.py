@@ -15,6 +15,7 @@ import swarmtune
 from swarmtune.backend import StartFailed, UpdateFailed
 from swarmtune.config import ConfigError
 from swarmtune.gateway.control import ControlRefused
+from swarmtune.journal import BatchPlanned, JournalError
 from swarmtune.protocol import TRANSITIONS, Code, EngineState
 from swarmtune.testing import LocalServer
 
@@ -160,6 +161,28 @@ async def test_a_checkpoint_that_finds_no_space_is_a_warning_and_training_goes_o
     assert local.server.checkpoints() == first
     assert await step(local) == 3
     assert [c.step for c in local.server.checkpoints()] == [1, 3]
+
+
+async def test_a_journal_that_cannot_take_the_plan_fails_the_training_which_goes_on_when_started_again(
+    local, monkeypatch
+):
+    await local.boot()
+    ids = [(await local.run_episode("a", float(n))).episode_id for n in range(1)]
+    journal = local.server.live_run().journal
+    write = journal.write
+
+    async def full(*entries):
+        if any(isinstance(entry, BatchPlanned) for entry in entries):
+            raise JournalError(Code.NO_SPACE, "no space left on the journal's disk; free some")
+        await write(*entries)
+
+    monkeypatch.setattr(journal, "write", full)
+    ids.append((await local.run_episode("a", 1.0)).episode_id)
+    await local.until(lambda: local.server.state is EngineState.FAILED)
+    assert "no space left" in local.server.status().reason
+    assert (await local.boot()).reason is None
+    assert [r.step for r in await local.server.steps_after(0, wait_s=20)] == [1]
+    assert sorted(local.backend.trained_episodes) == sorted(ids)
 
 
 async def test_a_lost_engine_comes_back_from_the_checkpoint_and_trains_again_what_came_after(local):

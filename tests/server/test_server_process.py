@@ -226,8 +226,24 @@ def test_the_stop_command_ends_the_server_or_only_the_training(serve, model):
     assert run("pool", "--url", process.url).stdout.startswith("step 1")
     assert "offline" in run("stop", "--training-only", "--url", process.url).stdout
     assert process.get("/v1/status")["state"] == "offline"
-    assert run("stop", "--url", process.url).returncode == 0
+    assert "server stopped" in run("stop", "--url", process.url).stdout
     assert process.child.wait(PATIENCE_S) == 0
+    assert not (process.data_dir / "server.json").exists()
+
+
+def test_the_events_command_follows_until_interrupted(serve, model):
+    process = serve()
+    process.start(model)
+    watch = subprocess.Popen(
+        command("events", "--url", process.url), env=environment(), stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    with watch:
+        assert watch.stdout is not None
+        assert "state=booting" in watch.stdout.readline()
+        process.run_episode(1.0)
+        until(lambda: "outcome=admitted" in watch.stdout.readline())
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(PATIENCE_S) == 0
 
 
 def test_a_port_in_use_is_exit_code_2_with_a_sentence(tmp_path):

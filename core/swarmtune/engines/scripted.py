@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -113,6 +114,8 @@ class ScriptedBackend:
         self._lost: asyncio.Future[str] | None = None
         self._open = asyncio.Event()
         self._planned: dict[Act, Exception] = {}
+        self.requests: deque[GenerateRequest] = deque(maxlen=100)
+        """The last ones, oldest first."""
         self.in_flight = 0
         """Generations running now."""
         self.cancelled = 0
@@ -162,6 +165,7 @@ class ScriptedBackend:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         await self._open.wait()
         self._raise_if_lost()
+        self.requests.append(request)
         assert self._tokenizer is not None and self._config is not None
         sampling, version = request.sampling, self._version
         text = self._script(PromptMessages(self._tokenizer, request.prompt_token_ids), next(self._index))

@@ -167,7 +167,7 @@ class ModelRoutes:
                     retry=False,
                 )
             for n in range(call.n):
-                seed = session.seed_for(position, len(choices))
+                seed = session.seed_for(position, len(choices), asked=call.sampling.seed)
                 sampling = resolve_sampling(call, session.sampling, run.renderer.stop_token_ids, room, seed)
                 again = turn if n == 0 else replace(turn, turn_id=uuid4().hex, redelivery=None)
                 choices.append(Choice(again, sampling))
@@ -450,7 +450,7 @@ def resolve_sampling(
         top_k=max(0, top_k),
         stop=stop,
         stop_token_ids=stop_token_ids + (asked.stop_token_ids if free else ()),
-        seed=asked.seed if free and asked.seed is not None else seed,
+        seed=seed,
         top_logprobs=call.top_logprobs,
         ignore_eos=asked.ignore_eos and free,
     )
@@ -478,6 +478,8 @@ def as_refusal(error: Exception) -> Refused:
             return Refused(Code.CONTEXT_LENGTH, str(error), param="messages", retry=False)
         case RequestRefused():
             return Refused(Code.BAD_REQUEST, str(error), retry=False)
+        case web.HTTPRequestEntityTooLarge():
+            return Refused(Code.BAD_REQUEST, f"the body is too large: {error.text}", status=413, retry=False)
         case GenerateFailed():
             return Refused(Code.INTERNAL, f"the engine failed on this request: {error}", status=500)
         case _:

@@ -159,9 +159,16 @@ def number_query(request: web.Request, name: str, default: float, *, high: float
     return min(value, high)
 
 
+_changes: set[asyncio.Task[Any]] = set()
+"""State changes under way whose client may have hung up: the loop itself keeps only weak references."""
+
+
 async def to_the_end(change: Coroutine[Any, Any, Answer]) -> Answer:
     """Run a state change that a hang-up must not cut in two."""
-    return await asyncio.shield(asyncio.ensure_future(change))
+    task = asyncio.ensure_future(change)
+    _changes.add(task)
+    task.add_done_callback(_changes.discard)
+    return await asyncio.shield(task)
 
 
 def is_foreign_page(request: web.Request) -> bool:

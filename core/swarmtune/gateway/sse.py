@@ -67,5 +67,7 @@ class Heartbeat:
         self._timer = self._loop.call_later(self._every_s - silent_s, self._tick)
 
     async def _comment(self) -> None:
+        if self._timer is None:
+            return
         with contextlib.suppress(ConnectionError):  # the caller's own next write learns of it
             await self._response.write(KEEP_ALIVE)

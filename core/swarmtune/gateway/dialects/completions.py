@@ -131,7 +131,7 @@ def _prompts(value: Any) -> tuple[str | list[int], ...]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(v) is int and v >= 0 for v in value)
+    return isinstance(value, list) and bool(value) and all(type(v) is int and 0 <= v < 2**31 for v in value)
 
 
 def _finish(answer: Answer) -> str:
