@@ -348,7 +348,7 @@ class _Row:
 
     def add_answer(self, call: CallRecord, *, exact: bool) -> None:
         count = call.sampled_tokens
-        self._add_unsampled(call.node.tokens[: call.opening])
+        self._add_unsampled(call.node.head(call.opening))
         self.token_ids.extend(call.sampled_ids())
         self.loss_mask.extend([1] * count)
         self.logprobs.extend(call.logprobs)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, islice
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 from uuid import uuid4
 
 import orjson
@@ -52,9 +52,27 @@ class BreakReason(StrEnum):
 
 
 class Node:
-    """One message in the tree: the tokens it adds to its parent's context. Only its last two fields may change."""
+    """One message in the tree: the tokens it adds to its parent's context. Only its last two fields may change.
 
-    __slots__ = ("answer", "author", "call", "continued", "depth", "last", "length", "origin", "parent", "tokens")
+    The tokens of a line of messages lie in one array, so that a context is copied in one piece however many messages it
+    has; a fork begins an array of its own.
+    """
+
+    __slots__ = (
+        "_before",
+        "_line",
+        "_start",
+        "_stop",
+        "answer",
+        "author",
+        "call",
+        "continued",
+        "depth",
+        "last",
+        "length",
+        "origin",
+        "parent",
+    )
 
     def __init__(
         self,
@@ -65,9 +83,14 @@ class Node:
         call: CallRecord | None = None,
         origin: CallRecord | None = None,
     ) -> None:
+        goes_on = parent is not None and parent._stop == len(parent._line)
+        self._line: array[int] = parent._line if parent is not None and goes_on else array("i")
+        self._before: Node | None = parent._before if parent is not None and goes_on else parent
+        """The node that the line forked from."""
+        self._start = len(self._line)
+        self._line.extend(tokens)
+        self._stop = len(self._line)
         self.parent = parent
-        self.tokens = tokens
-        """int32. Of a sampled node: the generation prompt, then the sampled ids."""
         self.author: Author = author
         self.call = call
         """The call that sampled this node; None for context."""
@@ -83,6 +106,15 @@ class Node:
         self.continued: CallRecord | None = None
         """The latest call whose prompt goes on from here."""
 
+    @property
+    def tokens(self) -> array[int]:
+        """A copy, int32. Of a sampled node: the generation prompt, then the sampled ids."""
+        return self._line[self._start : self._stop]
+
+    @property
+    def token_count(self) -> int:
+        return self._stop - self._start
+
     def path(self) -> list[Node]:
         """Nodes from the root to here."""
         nodes: list[Node] = []
@@ -95,10 +127,19 @@ class Node:
 
     def context(self) -> array[int]:
         """All token ids from the root to here, int32."""
-        out = array("i")
-        for node in self.path():
-            out.extend(node.tokens)
+        pieces: list[array[int]] = []
+        node: Node | None = self
+        while node is not None:
+            pieces.append(node._line[: node._stop])
+            node = node._before
+        out = pieces.pop()
+        for piece in reversed(pieces):
+            out.extend(piece)
         return out
+
+    def head(self, count: int) -> array[int]:
+        """The first tokens of this node alone, int32."""
+        return self._line[self._start : self._start + count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +182,7 @@ class CallRecord:
         """Position in commit order, from 0."""
         self.node: Node
         self.opening = len(turn.opening)
-        """Tokens of the generation prompt at the head of `node.tokens`; the rest was sampled."""
+        """Tokens of the generation prompt at the head of the node; the rest was sampled."""
         self.logprobs = array("f", reply.logprobs)
         """float32, one per sampled token."""
         self.versions = tuple((version, len(list(run))) for version, run in groupby(reply.weight_versions))
@@ -168,7 +209,7 @@ class CallRecord:
 
     @property
     def sampled_tokens(self) -> int:
-        return len(self.node.tokens) - self.opening
+        return self.node.token_count - self.opening
 
     @property
     def prompt_tokens(self) -> int:
@@ -299,6 +340,7 @@ class Walk:
         return any(origin is not None for origin in self.origins)
 
 
+_Continuation: TypeAlias = "tuple[Node | None, array[int], tuple[Segment, ...], array[int]]"
 _WEAKER: dict[RecognisedBy, int] = {"loose": 0, "text": 1, "ids": 2, "none": 3}
 _AUTHORS: dict[str, Author] = {"user": "user", "system": "user", "assistant": "env", "tool": "env"}
 
@@ -347,12 +389,12 @@ class Tracker:
         """
         profile = _profile(messages, tools)
         walk = self._walk(messages, hash(("tools", profile.tools)))
-        base, segments, opening = self._continue(walk, messages, tools)
+        base, context, segments, opening = self._continue(walk, messages, tools)
         answered = base.answer if base is not None and not segments else None
         redelivery = self._redelivery(answered, tools, retry) if answered is not None else None
         return PreparedTurn(
             turn_id=answered.turn_id if answered is not None and redelivery is not None else uuid4().hex,
-            prompt=_join(base, segments, opening),
+            prompt=_join(context, segments, opening),
             parent=base.last if base is not None else None,
             recognised_by=walk.recognised_by,
             side=self.is_side(profile, resumes=walk.resumes),
@@ -394,7 +436,9 @@ class Tracker:
 
     def _walk(self, messages: Sequence[Message], key: int) -> Walk:
         walk = Walk([], [], [])
-        known = True
+        nodes: dict[int, Node] | None = self._nodes
+        as_sampled = self.history == "as_sampled"
+        add_key, add_origin, add_in_place = walk.keys.append, walk.origins.append, walk.in_place.append
         for message in messages:
             origin, in_place = None, False
             if message.role != "assistant":
@@ -405,17 +449,17 @@ class Tracker:
                     key = hash((key, "assistant", _plain_key(message), _reasoning_key(message)))
                 else:
                     in_place = origin.prompt_key == key
-                    shown = self.history == "as_sampled" or origin.answer.shown_by(message)
-                    key = _turn_key(key, origin, shown)
-            walk.keys.append(key)
-            walk.origins.append(origin)
-            walk.in_place.append(in_place)
-            node = self._nodes.get(key) if known else None
-            if node is None:
-                known = False
-            else:
-                walk.node = node
-                walk.depth += 1
+                    key = _turn_key(key, origin, as_sampled or origin.answer.shown_by(message))
+            add_key(key)
+            add_origin(origin)
+            add_in_place(in_place)
+            if nodes is not None:
+                node = nodes.get(key)
+                if node is None:
+                    nodes = None  # nothing below an unknown message is known
+                else:
+                    walk.node = node
+                    walk.depth += 1
         return walk
 
     def _recognise(self, key: int, message: Message, walk: Walk) -> CallRecord | None:
@@ -439,27 +483,27 @@ class Tracker:
             walk.recognised_by = how
         return call
 
-    def _continue(
-        self, walk: Walk, messages: Sequence[Message], tools: Sequence[ToolSpec]
-    ) -> tuple[Node | None, tuple[Segment, ...], array[int]]:
-        """The node to go on from, the messages to add to it, and the generation prompt."""
+    def _continue(self, walk: Walk, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> _Continuation:
+        """The node to go on from with its context, the messages to add to it, and the generation prompt."""
         node = walk.node
         if node is not None and walk.depth == len(messages) and node.answer is not None:
-            return node, (), _opening(node.answer)
+            return node, node.context(), (), _opening(node.answer)
 
-        def go_on_from(start: Node) -> tuple[Node, tuple[Segment, ...], array[int]] | None:
+        def go_on_from(start: Node) -> _Continuation | None:
             lead = _opening(start.answer) if start.call is None and start.answer is not None else array("i")
-            rendered = self.renderer.extend(
-                start.context() + lead,
-                messages[: start.depth],
-                messages[start.depth :],
-                tools,
-                keep=self.history == "as_sampled",
-            )
-            return None if rendered is None else (start, *_segments(rendered, start.depth, walk, messages, lead))
+            context = start.context()
+            prefix = context + lead if lead else context
+            new, keep = messages[start.depth :], self.history == "as_sampled"
+            rendered = self.renderer.extend(prefix, messages[: start.depth], new, tools, keep=keep)
+            if rendered is None:
+                return None
+            return start, context, *_segments(rendered, start.depth, walk, messages, lead)
 
         found = _deepest(self._starts(node, messages), go_on_from)
-        return found or (None, *_segments(self.renderer.render(messages, tools), 0, walk, messages, array("i")))
+        if found is not None:
+            return found
+        rendered = self.renderer.render(messages, tools)
+        return None, array("i"), *_segments(rendered, 0, walk, messages, array("i"))
 
     def _starts(self, node: Node | None, messages: Sequence[Message]) -> Iterator[Node]:
         """Nodes to try to go on from, deepest first: own answers, and prompts whose answer is now shown otherwise."""
@@ -696,14 +740,15 @@ class Tracker:
         return Timeline(call.turn_id, [*blocks, answer])
 
     def _context_block(self, node: Node) -> Block:
-        count = len(node.tokens)
+        count = node.token_count
         author: Author = "env" if node.author == "llm" else node.author
         return Block(author, self.block_text(node), node.tokens.tolist(), [0.0] * count, [0] * count, [-1] * count)
 
     def memory_bytes(self) -> int:
         """Bytes that the tree holds, indexes included, shared strings and integers not."""
         nodes = {id(node): node for call in self.calls for node in call.node.path()}
-        total = sum(sys.getsizeof(node) + sys.getsizeof(node.tokens) for node in nodes.values())
+        lines = {id(node._line): node._line for node in nodes.values()}
+        total = sum(sys.getsizeof(part) for part in (*nodes.values(), *lines.values()))
         for call in self.calls:
             total += sum(
                 sys.getsizeof(part) for part in (call, call.logprobs, call.versions, call.answer, call.turn_id)
@@ -724,6 +769,8 @@ def _profile(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Profile:
 
 
 def _plain_key(message: Message) -> int:
+    if not message.tool_calls:
+        return hash(message.content)
     return hash((message.content, *((call.name, call.arguments) for call in message.tool_calls)))
 
 
@@ -750,7 +797,7 @@ def _raw_key(token_ids: array[int]) -> int:
 
 def _opening(call: CallRecord) -> array[int]:
     """The generation prompt that was put before a call's answer, int32."""
-    return call.node.tokens[: call.opening]
+    return call.node.head(call.opening)
 
 
 def _segments(
@@ -772,8 +819,8 @@ def _segments(
     return tuple(segments), array("i", rendered.token_ids[end:])
 
 
-def _join(base: Node | None, segments: Iterable[Segment], opening: array[int]) -> array[int]:
-    context = base.context() if base is not None else array("i")
+def _join(context: array[int], segments: Iterable[Segment], opening: array[int]) -> array[int]:
+    """The whole prompt, built in `context`."""
     for segment in segments:
         context.extend(segment.tokens)
     context.extend(opening)
