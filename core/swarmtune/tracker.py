@@ -255,6 +255,8 @@ class PreparedTurn:
     """No tools, or another system prompt, than the episode's main conversation so far."""
     redelivery: Reply | None
     """The answer to deliver again, with the tool call ids it had: call `mark_delivered` afterwards, not `commit`."""
+    replaces: CallRecord | None
+    """The answer that a retry did not get and that could not be delivered again: discarded when this one is there."""
     base: Node | None
     """The node that the new tokens hang on."""
     segments: tuple[Segment, ...]
@@ -399,6 +401,7 @@ class Tracker:
             recognised_by=walk.recognised_by,
             side=self.is_side(profile, resumes=walk.resumes),
             redelivery=redelivery,
+            replaces=answered if retry and redelivery is None else None,
             base=base,
             segments=segments,
             opening=opening,
@@ -425,6 +428,7 @@ class Tracker:
             recognised_by="text" if parent is not None else "none",
             side=self.is_side(profile, resumes=parent is not None),
             redelivery=redelivery,
+            replaces=answered if retry and redelivery is None else None,
             base=base,
             segments=segments,
             opening=array("i"),
@@ -520,7 +524,11 @@ class Tracker:
         whole = answered.finish_reason is not FinishReason.ABORTED and answered.discarded is None
         if not whole or (answered.delivered and not retry):
             return None
-        return answered.undelivered or self._reply(answered, tools)
+        if answered.undelivered is not None:
+            return answered.undelivered
+        reply = self._reply(answered, tools)
+        same = reply.message is not None and answered.answer.compare(reply.message) is None
+        return reply if same else None  # a stop string had cut what was delivered: it is sampled anew
 
     def _reply(self, call: CallRecord, tools: Sequence[ToolSpec]) -> Reply:
         """A delivered answer again, from its tokens, with the ids that it had."""
@@ -575,6 +583,8 @@ class Tracker:
         if turn.base is not None:
             turn.base.continued = call
         self._register(turn, call, reply)
+        if turn.replaces is not None:
+            self.discard(turn.replaces, "retried")
         for echoed in turn.walk.origins:
             if echoed is not None and not echoed.delivered and echoed.discarded is None:
                 self.mark_delivered(echoed.turn_id)

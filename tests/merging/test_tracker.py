@@ -154,6 +154,19 @@ def test_a_retry_of_a_delivered_answer_gets_it_again_with_its_ids(tracker):
     assert again.redelivery.logprobs == record.logprobs.tolist()
 
 
+def test_a_retry_of_an_answer_that_a_stop_string_had_cut_replaces_it(tracker):
+    turn = tracker.prepare([USER])
+    ids = tiny_tokenizer().encode("7 END")
+    cut = Message("assistant", "7 ", turn_id=turn.turn_id)
+    tracker.commit(turn, Reply(ids, [-1.0] * len(ids), [0] * len(ids), FinishReason.STOP, "7 END", cut))
+    again = tracker.prepare([USER], retry=True)
+    assert again.redelivery is None and again.turn_id != turn.turn_id
+    tracker.commit(again, Reply(ids, [-1.0] * len(ids), [0] * len(ids), FinishReason.STOP, "7 END", cut))
+    result = merge(tracker)
+    assert result.report.left_out == {"retried": 1}
+    assert [sample.call_ids for sample in result.samples] == [[again.turn_id]]
+
+
 def test_the_same_conversation_after_a_whole_delivery_is_a_new_sample(tracker):
     ask(tracker, [USER], "7")
     turn, record, _ = ask(tracker, [USER], "7")
