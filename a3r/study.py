@@ -360,10 +360,9 @@ class Study(Attempts):
             self._cancel_for_budget(waiting)
             return
         for placement in self.placements(affordable):
-            run = self.runs()[placement.run]
-            if self._refusal(run):
-                continue
-            self.launch(run, placement)
+            run = self.runs()[placement.run]  # an earlier launch of this round may have changed it
+            if self.can_start(run) and not self._refusal(run):
+                self.launch(run, placement)
 
     def _cancel_for_budget(self, waiting: list[dict[str, Any]]) -> None:
         reason = self._refusal(waiting[0]) or "used up"

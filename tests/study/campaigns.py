@@ -69,6 +69,12 @@ def goal_lock(base: Blueprint | None = None, **changes: Any) -> GoalLock:
     return GoalLock.model_validate_json(json.dumps(data))
 
 
+def one_level() -> dict[str, Any]:
+    """A question for the shortest of studies: its second level always passes."""
+    criterion = {"metric": "reward/mean", "at": {"last_k": 2}, "rule": {"at_least": 0.5}}
+    return {"type": "min_that_still", "factor": "x", "levels": [1.0, 10.0], "criterion": criterion}
+
+
 class SmallLeader:
     """Every level with two seeds, then the smallest level that passes with two fresh seeds, then the answer. Pure."""
 
