@@ -144,13 +144,14 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write weights (fp32 safetensors), configuration and tokenizer of `gguf` to the existing `folder`.
 
     Raises:
+        NotGGUF: the file is none.
         ImportError: the extra `train` is not installed.
     """
+    with gguf.open("rb") as file:
+        metadata = read_metadata(file)
     import torch
     from transformers import AutoModelForCausalLM
 
-    with gguf.open("rb") as file:
-        metadata = read_metadata(file)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     end_of_turn = metadata["tokenizer.ggml.eos_token_id"]
     for config in (model.config, model.generation_config):
