@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scipy.special import stdtr, stdtrit
 
+SPENDING = 1.5
+"""0 shares alpha equally, 1 in proportion. Chosen by benchmarks/planner_accuracy.py: with a reference arm, a noise of 0.3
+of the gap and a tenth of the runs lost, 1 answers 0.945 of 200 studies rightly and 1.5 answers 0.965, none wrongly."""
+
 Values = Sequence[float]
 Params = Mapping[str, float]
 
@@ -191,8 +195,9 @@ def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def look_alphas(looks: Sequence[int], alpha: float) -> list[float]:
-    """The error each look may spend: alpha in proportion to its seeds.
+    """The error each look may spend: alpha in proportion to its seeds to the power SPENDING.
 
     The parts add up to alpha, so stopping at any look stays within it; early looks, where few seeds decide, get little.
     """
-    return [alpha * look / sum(looks) for look in looks]
+    weights = [look**SPENDING for look in looks]
+    return [alpha * weight / sum(weights) for weight in weights]
