@@ -60,7 +60,12 @@ def test_the_synchronous_client_works_too(model, tmp_path):
     assert asyncio.run(serve_and_ask()) == "what is 3 + 4?"
 
 
-async def test_streamed_and_whole_answers_are_the_same(client, local):
+@pytest.mark.parametrize("pace", [None, 5000.0])
+async def test_streamed_and_whole_answers_are_the_same(local, pace):
+    await local.server.stop()
+    await local.boot(**{"engine.script_tokens_per_s": pace})
+    grant = await local.claim()
+    client = openai.AsyncOpenAI(base_url=grant.base_url, api_key=grant.api_key, max_retries=0)
     for text in ("plain text", "  blanks around \n", "ünïcödé ✓ 日本", "half a <tag and <|marker|> and [TOOL", ""):
         local.script["answer"] = says(text)
         whole = await client.chat.completions.create(**ASK)
@@ -68,6 +73,7 @@ async def test_streamed_and_whole_answers_are_the_same(client, local):
         async for chunk in await client.chat.completions.create(**ASK, stream=True):
             streamed += chunk.choices[0].delta.content or ""
         assert streamed == whole.choices[0].message.content, text
+    await client.close()
 
 
 async def test_a_stream_has_one_id_the_role_first_one_finish_reason_and_usage_only_if_asked(client):

@@ -29,7 +29,7 @@ async def local(model, tmp_path):
     script = {"answer": f"Let me see.\n{CALL}"}
     async with LocalServer(tmp_path / "data", model, script=lambda m, i: script["answer"]) as local:
         local.script = script
-        await local.boot()
+        await local.boot(**{"engine.script_tokens_per_s": 5000.0})  # a byte at a time
         yield local
 
 

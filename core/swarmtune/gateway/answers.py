@@ -31,12 +31,16 @@ MARKERS = (
 """Where text like this begins, only the parsed whole tells content from reasoning and calls: held back until then."""
 
 
-def certain_length(text: str, stops: Sequence[str]) -> int:
-    """Characters of a growing answer that can be given out: before any marker or stop string, whole or begun."""
+def certain_length(text: str, stops: Sequence[str]) -> tuple[int, bool]:
+    """Characters of a growing text that can be given out, and whether a marker or stop string ends them.
+
+    What may be the beginning of one, and blanks that may stand before one, are held back.
+    """
     limit = plain_length(text, stops)
-    if limit == len(text):
+    ended = limit < len(text)
+    if not ended:
         limit -= max((_begun(text, mark) for mark in (*MARKERS, *stops)), default=0)
-    return len(text[:limit].rstrip())
+    return len(text[:limit].rstrip()), ended
 
 
 def plain_length(text: str, stops: Sequence[str]) -> int:

@@ -59,10 +59,15 @@ class Choice:
     stop_string: str | None = None
     told: int = 0
     """Characters of content given out."""
+    pending: str = ""
+    """Text after those."""
+    held: bool = False
+    """The rest waits for the whole: a marker or a stop string was met."""
 
     def forget(self) -> None:
         """What was sampled so far is lost with its engine."""
         self.token_ids, self.logprobs, self.versions, self.top = [], [], [], []
+        self.pending, self.held = "", False
 
 
 class ModelRoutes:
@@ -298,7 +303,6 @@ class Exchange:
                 choice.turn.turn_id, choice.turn.prompt.tolist(), choice.sampling, self.episode.episode_id
             )
             text = self.renderer.stream() if speak is not None else None
-            so_far = ""
             chunks = backend.generate(request)
             try:
                 async for chunk in chunks:
@@ -308,8 +312,8 @@ class Exchange:
                     if chunk.top_logprobs:
                         choice.top += chunk.top_logprobs
                     if text is not None and speak is not None:
-                        so_far += text.push(chunk.token_ids)
-                        await self._tell(index, choice, so_far, len(chunk.token_ids), speak)
+                        choice.pending += text.push(chunk.token_ids)
+                        await self._tell(index, choice, len(chunk.token_ids), speak)
                     if chunk.finish_reason is not None:
                         choice.finish_reason, choice.stop_string = chunk.finish_reason, chunk.stop_string
                 if choice.finish_reason is FinishReason.ABORTED:
@@ -330,14 +334,24 @@ class Exchange:
             finally:
                 await close_generation(chunks)
 
-    async def _tell(self, index: int, choice: Choice, so_far: str, fresh: int, speak: Speak) -> None:
-        """Give out what is certain."""
-        limit = self._certain(choice, so_far)
+    async def _tell(self, index: int, choice: Choice, fresh: int, speak: Speak) -> None:
+        """Give out what is certain, and the logprobs of the `fresh` last tokens."""
+        limit = self._certain(choice)
         logprobs = self._logprobs(choice, len(choice.token_ids) - fresh) if self.call.logprobs else ()
-        if limit > choice.told or logprobs:
-            delta = Delta(content=so_far[choice.told : limit], logprobs=tuple(logprobs))
-            choice.told = max(limit, choice.told)
+        if limit or logprobs:
+            delta = Delta(content=choice.pending[:limit], logprobs=tuple(logprobs))
+            choice.pending = choice.pending[limit:]
+            choice.told += limit
             await speak(index, delta)
+
+    def _certain(self, choice: Choice) -> int:
+        """Characters of the pending text that can be given out."""
+        if choice.held or (self.texts.opens_reasoning and not self.call.prompts):
+            return 0
+        if self.call.prompts and not choice.sampling.stop:
+            return len(choice.pending)
+        limit, choice.held = certain_length(choice.pending, choice.sampling.stop)
+        return limit
 
     def _logprobs(self, choice: Choice, start: int = 0) -> list[TokenLogprob]:
         top = choice.top[start:] if choice.top else None
@@ -394,12 +408,6 @@ class Exchange:
             "" if self.texts.opens_reasoning else plain,
             one_call=not self.call.parallel_tool_calls,
         )
-
-    def _certain(self, choice: Choice, text: str) -> int:
-        """Characters of a growing answer that can be given out."""
-        if self.call.prompts:
-            return len(text) if not choice.sampling.stop else certain_length(text, choice.sampling.stop)
-        return 0 if self.texts.opens_reasoning else certain_length(text, choice.sampling.stop)
 
     def _delivered(self) -> None:
         for choice in self.committed:
