@@ -341,6 +341,21 @@ def test_held_generation_continues_under_the_new_weights(tiny_folder):
     assert tokens[5:] == plain_greedy_of(batch.model, prompt + tokens[:5], 7)
 
 
+def test_prefixes_kept_under_old_weights_are_forgotten_with_them(tiny_folder):
+    batch = make_batch(tiny_folder)
+    run = Answers(batch)
+    prompt = prompts(1, seed=15)[0] + list(range(40))
+    batch.submit(ask("old", prompt))
+    run.run()
+    batch.hold()
+    changed = {name: tensor * 1.3 for name, tensor in batch.model.state_dict().items()}
+    batch.take_weights(changed.items(), version=1)
+    batch.submit(ask("new", prompt))
+    run.run()
+    assert run.tokens("new") == plain_greedy_of(batch.model, prompt, 12)
+    assert run.tokens("new") != run.tokens("old")
+
+
 def test_logits_that_are_not_finite_end_the_request_with_an_error(tiny_folder):
     batch = make_batch(tiny_folder)
     batch.take_weights([(n, torch.full_like(t, float("nan"))) for n, t in batch.model.state_dict().items()], version=1)

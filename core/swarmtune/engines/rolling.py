@@ -190,9 +190,7 @@ class RollingBatch:
     def hold(self) -> None:
         """Put the running requests back in front of the queue; they keep their tokens and continue after a prefill."""
         self._empty_inbox()
-        for running in reversed(self._running):
-            running.cached = 0
-            self._waiting.appendleft(running)
+        self._waiting.extendleft(reversed(self._running))
         self._forget_rows()
 
     def take_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
