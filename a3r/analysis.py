@@ -774,8 +774,8 @@ def _conclude_best(lock: GoalLock, history: History) -> Decision:
     screen = sample(
         goal, history, leader.name, planned_seeds(history, leader.name, [Purpose.SCREEN, Purpose.CALIBRATE])
     )
+    names = ", ".join(str(row.level) for row in open_rows)
     if open_rows:
-        names = ", ".join(str(row.level) for row in [*open_rows])
         verdict = Verdict.UNDECIDED
         sentence = f"{factor} {leader.level} leads in {metric}, but {names} cannot be told from it with these seeds."
     else:

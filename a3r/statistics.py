@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from scipy.special import stdtr, stdtrit
 
 SPENDING = 1.5
-"""0 shares alpha equally, 1 in proportion. Chosen by benchmarks/planner_accuracy.py: with a reference arm, a noise of 0.3
-of the gap and a tenth of the runs lost, 1 answers 0.945 of 200 studies rightly and 1.5 answers 0.965, none wrongly."""
+"""0 shares alpha equally, 1 in proportion. Chosen by benchmarks/planner_accuracy.py: with a reference arm, a noise of
+0.3 of the gap and a tenth of the runs lost, 1 is right in 0.945 of 200 studies and 1.5 in 0.965, wrong in none."""
 
 Values = Sequence[float]
 Params = Mapping[str, float]
