@@ -36,6 +36,12 @@ def words(count: int, seed: int = 0) -> str:
 # -- the servers
 
 
+def report_cpu(pipe: Connection) -> None:
+    """Answer "cpu" with this process's processor seconds, until told to end."""
+    while pipe.recv() == "cpu":
+        pipe.send(time.process_time())
+
+
 def scripted_answer(messages, index: int) -> str:
     return words(ANSWER_WORDS)
 
@@ -57,7 +63,7 @@ def serve_ours(pipe: Connection, model: str, pace: float | None) -> None:
                 )
                 grants = [await local.claim(f"task {n}") for n in range(64)]
                 pipe.send((local.url, [g.api_key for g in grants]))
-                await asyncio.to_thread(pipe.recv)
+                await asyncio.to_thread(report_cpu, pipe)
                 for grant in grants:
                     await local.end(grant.episode_id)
                 pipe.send(None)
@@ -94,7 +100,7 @@ def serve_upstream(pipe: Connection) -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}", ["-"]))
-        await asyncio.to_thread(pipe.recv)
+        await asyncio.to_thread(report_cpu, pipe)
         pipe.send(None)
 
     asyncio.run(main())
@@ -128,7 +134,7 @@ def serve_yardstick(pipe: Connection, upstream: str) -> None:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         pipe.send((f"http://127.0.0.1:{port}", ["-"]))
-        await asyncio.to_thread(pipe.recv)
+        await asyncio.to_thread(report_cpu, pipe)
         pipe.send(None)
         server.should_exit = True
         await serving
@@ -138,14 +144,19 @@ def serve_yardstick(pipe: Connection, upstream: str) -> None:
 
 @contextmanager
 def running(serve: Callable[..., None], *arguments):
-    """(URL, keys) of a server in a process of its own."""
+    """(URL, keys, its processor seconds so far) of a server in a process of its own."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, *arguments), daemon=True)
     process.start()
     if not ours.poll(60):
         raise SystemExit(f"{serve.__name__} did not start")
     try:
-        yield ours.recv()
+
+        def cpu_s() -> float:
+            ours.send("cpu")
+            return ours.recv()
+
+        yield *ours.recv(), cpu_s
     finally:
         ours.send("end")
         ours.poll(30)
@@ -247,23 +258,28 @@ def main() -> None:
     calls = options.calls
     rows: list[tuple[str, str, str]] = []
 
-    with running(serve_ours, options.model, None) as (url, keys):
+    with running(serve_ours, options.model, None) as (url, keys, cpu_s):
         asyncio.run(load(url, keys, calls=200, concurrency=4))
+        before = cpu_s()
         one = asyncio.run(load(url, keys, calls=calls, concurrency=1))
+        one_cpu_ms = (cpu_s() - before) / calls * 1000
         streamed = asyncio.run(load(url, keys, calls=calls // 2, concurrency=1, stream=True))
         many = asyncio.run(load(url, keys, calls=calls * 2, concurrency=64))
-    with running(serve_ours, options.model, 2.0) as (url, keys):
+    with running(serve_ours, options.model, 2.0) as (url, keys, cpu_s):
         slow = asyncio.run(load(url, keys, calls=256, concurrency=64))
-    with running(serve_upstream) as (upstream, _):
+    with running(serve_upstream) as (upstream, *_):
         asyncio.run(load(upstream, ["-"], calls=200, concurrency=4))
         bare = asyncio.run(load(upstream, ["-"], calls=calls, concurrency=1))
-        with running(serve_yardstick, upstream) as (url, keys):
+        with running(serve_yardstick, upstream) as (url, keys, cpu_s):
             asyncio.run(load(url, keys, calls=200, concurrency=4))
+            before = cpu_s()
             plain = asyncio.run(load(url, keys, calls=calls, concurrency=1))
+            plain_cpu_ms = (cpu_s() - before) / calls * 1000
             plain_many = asyncio.run(load(url, keys, calls=calls, concurrency=64))
 
     rows += [
         ("added at 1 concurrent, p50 ms", f"{one.p50_ms:.2f}", f"{plain.p50_ms - bare.p50_ms:.2f}"),
+        ("processor time of the server per call, ms", f"{one_cpu_ms:.2f}", f"{plain_cpu_ms:.2f}"),
         ("added at 1 concurrent, p99 ms", f"{one.p99_ms:.2f}", f"{plain.p99_ms - bare.p50_ms:.2f}"),
         ("first byte of a stream, p50 ms", f"{streamed.first_byte_ms:.2f}", ""),
         ("calls/s at 64 concurrent", f"{many.calls_per_s:.0f}", f"{plain_many.calls_per_s:.0f}"),
