@@ -11,12 +11,20 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from a3r.report import StudyReporter, VerifyError, read_evidence, verify
+from a3r.analysis import conclude
+from a3r.compile import compile_goal
+from a3r.leader import BudgetLeft, Decision, History, Verdict
+from a3r.leaders.adaptive import AdaptiveLeader
+from a3r.report import Report, StudyReporter, VerifyError, read_evidence, verify
+from a3r.results import RunStatus
 
+GOALS = Path(__file__).resolve().parents[2] / "blueprints" / "goals"
+Copy = Callable[[Path], Path]
 FAILING = {"sim.fail": "code", "sim.fail_p": 0.2}
 
 
@@ -113,8 +121,6 @@ def test_a_report_is_not_there(tmp_path: Path) -> None:
 def test_writing_a_report_again_gives_the_same_bytes(
     finished: Callable[..., Path], copy: Callable[[Path], Path]
 ) -> None:
-    from a3r.report import Report
-
     study = copy(finished("best"))
     before = {p: p.read_bytes() for p in sorted((study / "report").rglob("*")) if p.is_file()}
     decision = Report.model_validate_json((study / "report" / "report.json").read_text()).decision
@@ -135,3 +141,38 @@ def test_no_machine_path_in_a_report(finished: Callable[..., Path]) -> None:
     for path in (study / "report").rglob("*"):
         if path.is_file():
             assert str(study) not in path.read_text()
+
+
+def test_study_that_could_not_begin_has_a_report_too(tmp_path: Path) -> None:
+    lock = compile_goal(GOALS / "compare.md")
+    decision = AdaptiveLeader().plan(lock, History(budget=BudgetLeft(runs=1)))
+    assert isinstance(decision, Decision)
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "goal.lock.yaml").write_text(lock.to_yaml())
+    StudyReporter().final(study, decision, History())
+    assert verify(study).runs == 0
+    assert "NOT_MEASURED" in (study / "report" / "report.md").read_text()
+
+
+def test_study_ended_from_outside_reports_what_its_runs_say(finished: Callable[..., Path], copy: Copy) -> None:
+    study = copy(finished("compare"))
+    ended = Decision(verdict=Verdict.NOT_MEASURED, sentence="Not answered: stopped.", notes=["stopped by a person"])
+    StudyReporter().final(study, ended, read_evidence(study).history)
+    verify(study)
+    text = (study / "report" / "report.md").read_text()
+    assert "variant B is better than A" in text
+    assert "stopped by a person" in text
+
+
+def test_run_that_the_journal_does_not_count_is_listed_and_excluded(finished: Callable[..., Path], copy: Copy) -> None:
+    study = copy(finished("compare"))
+    history = read_evidence(study).history
+    vetoed = replace(history.observations[0], status=RunStatus.CANCELLED, failure_detail="vetoed", series={})
+    decision = conclude(read_evidence(study).lock, replace(history, observations=(vetoed, *history.observations[1:])))
+    StudyReporter().final(study, decision, History(history.plans, (vetoed, *history.observations[1:])))
+    report = Report.model_validate_json((study / "report" / "report.json").read_text())
+    row = next(r for r in report.runs if r.run == vetoed.run)
+    assert (row.status, row.excluded, row.value) == ("CANCELLED", "cancelled", None)
+    used = {src.split(":")[0] for arm in decision.table for n in arm.numbers.values() for src in n.src}
+    assert vetoed.run not in used
