@@ -453,7 +453,8 @@ class Tracker:
                     key = hash((key, "assistant", _plain_key(message), _reasoning_key(message)))
                 else:
                     in_place = origin.prompt_key == key
-                    key = _turn_key(key, origin, as_sampled or origin.answer.shown_by(message))
+                    silent = as_sampled or origin.answer.reasoning is None
+                    key = _turn_key(key, origin, silent or origin.answer.shown_by(message))
             add_key(key)
             add_origin(origin)
             add_in_place(in_place)
@@ -472,13 +473,13 @@ class Tracker:
         if call is None and message.tool_calls:
             call = self._by_id.get(message.tool_calls[0].id)
         how: RecognisedBy = "ids"
+        plain = _plain_key(message)
         if call is not None:
-            change = call.answer.compare(message)
-            if change is not None:
+            if call.answer.plain != plain and (change := call.answer.compare(message)) is not None:
                 walk.edited, walk.edited_call = walk.edited or change, walk.edited_call or call
                 return None
         else:
-            call = self._answers.get(hash((key, _plain_key(message))))
+            call = self._answers.get(hash((key, plain)))
             how = "text" if call is not None and call.answer.reasoning == _reasoning_key(message) else "loose"
             if call is None:
                 keys = _AnswerKeys.of(message)
