@@ -71,6 +71,8 @@ SETTLE_S = 1.0
 SAVE_GRACE_S = 60.0
 """How long a stop waits for the last checkpoint."""
 BACKEND_GRACE_S = 10.0
+UNTAKEN_GRACE_S = 5.0
+"""How long an episode waits whose client hung up before it had the grant: a repeated claim may still fetch it."""
 RETRY_AFTER_S = 2.0
 
 _LIVE = frozenset({EngineState.BOOTING, EngineState.ROLLING, EngineState.ROLLING_POST, EngineState.WEIGHT_SYNCING})
@@ -121,6 +123,8 @@ class SwarmServer:
         """Counts starts of backends, so that a late report of a loss is not taken for a new one."""
         self._failure: tuple[str, str] | None = None
         self._saving = asyncio.Lock()
+        self._untaken: dict[str, float] = {}
+        """Episode id → when it is given up because its client hung up before it had the grant."""
 
     # -- the server's life
 
@@ -511,6 +515,7 @@ class SwarmServer:
                 continue
             try:
                 await self._note_expired(run, run.book.expire_due())
+                await self._give_up_untaken(run)
             except JournalError as error:
                 log.warning("expiry not journalled; a restart closes them too", extra={"reason": str(error)})
             self._wake()
@@ -573,7 +578,7 @@ class SwarmServer:
         while True:
             refusal = self._why_no_claim(request)
             if refusal is None:
-                return await asyncio.shield(asyncio.ensure_future(self._grant(request, sampling, origin)))
+                return await self._grant_or_note(request, sampling, origin)
             left = deadline - time.monotonic()
             if left <= 0 or refusal.body.retry_after_s is None or self.closing.is_set():
                 raise refusal
@@ -616,6 +621,28 @@ class SwarmServer:
             raise ControlRefused(Code.BAD_REQUEST, f"sampling: {problems}") from None
         return dict(request.sampling) | ({"seed": request.seed} if request.seed is not None else {})
 
+    async def _grant_or_note(self, request: ClaimRequest, sampling: dict[str, Any], origin: str) -> EpisodeGrant:
+        """A grant is made to its end; one whose client hung up meanwhile is given up unless it is claimed again."""
+        granting = asyncio.ensure_future(self._grant(request, sampling, origin))
+        try:
+            return await asyncio.shield(granting)
+        except asyncio.CancelledError:
+            granting.add_done_callback(self._note_untaken)
+            raise
+
+    def _note_untaken(self, granting: asyncio.Future[EpisodeGrant]) -> None:
+        if not granting.cancelled() and granting.exception() is None:
+            self._untaken[granting.result().episode_id] = time.monotonic() + UNTAKEN_GRACE_S
+
+    async def _give_up_untaken(self, run: Run) -> None:
+        now = time.monotonic()
+        for episode_id in [e for e, due in self._untaken.items() if due <= now]:
+            del self._untaken[episode_id]
+            with contextlib.suppress(EpisodeError):  # it was closed meanwhile
+                episode = run.book.get(episode_id)
+                if episode.calls == 0 and episode.last_seen == episode.claimed_at:
+                    await self.abort(episode_id, "its client hung up before it had the grant")
+
     async def _grant(self, request: ClaimRequest, sampling: dict[str, Any], origin: str) -> EpisodeGrant:
         run = self.live_run()
         lease_s = request.lease_s or run.config.batching.episode_lease_s
@@ -631,7 +658,9 @@ class SwarmServer:
             sampling=sampling,
         )
         run.clients.seen(request.client)
-        if known is None:
+        if known is not None:
+            run.book.touch(known.episode_id)  # a sign of life: its client is there after all
+        else:
             try:
                 await run.journal.write(EpisodeClaimed(episode))
             except JournalError:

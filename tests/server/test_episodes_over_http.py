@@ -51,6 +51,29 @@ async def test_a_repeated_claim_id_gets_the_same_episode(local):
     assert first == second
 
 
+async def test_an_episode_whose_client_hung_up_during_the_claim_is_given_up_unless_claimed_again(local, monkeypatch):
+    monkeypatch.setattr("swarmtune.server.UNTAKEN_GRACE_S", 0.3)
+    journal = local.server.live_run().journal
+    write, gate = journal.write, asyncio.Event()
+
+    async def slow(*entries):
+        await gate.wait()
+        await write(*entries)
+
+    monkeypatch.setattr(journal, "write", slow)
+    bodies = [{"task_id": "t", "claim_id": name} for name in ("left", "fetched")]
+    calls = [asyncio.create_task(local.http.post("/v1/episodes", json=body)) for body in bodies]
+    await local.until(lambda: local.server.status().open_episodes == 2)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await asyncio.sleep(0.05)  # the server learns of the hang-ups
+    gate.set()
+    fetched = (await post(local, "/v1/episodes", bodies[1]))[1]["episode_id"]
+    await local.until(lambda: local.server.status().open_episodes == 1)
+    assert local.server.episode_view(fetched).state == "claimed"
+
+
 async def test_end_twice_with_one_submission_gets_one_answer_and_with_another_a_conflict(local):
     grant = await local.claim()
     await local.chat(grant.api_key)
