@@ -32,6 +32,7 @@ QUARANTINE_S, INFRA_WINDOW_S, INFRA_LIMIT = 3600.0, 6 * 3600.0, 2
 PAUSED_NOW = "paused"
 """How the reason of a stop begins after which the run goes on later."""
 START_AGAIN_S = 10.0
+"""After a start that could not even begin: no port, no host."""
 
 
 def reached(point: str) -> None:
@@ -193,7 +194,9 @@ class Attempts(Campaign):
 
     def _cannot_start(self, run: Mapping[str, Any], host: str, why: str) -> None:
         """Nothing was begun: wait a little and say why."""
-        put = self._run_put(run, RunStatus(run["state"]), not_before=boottime() + 10.0, boot=boot_id(), detail=why)
+        put = self._run_put(
+            run, RunStatus(run["state"]), not_before=boottime() + START_AGAIN_S, boot=boot_id(), detail=why
+        )
         self.store.commit("START_REFUSED", [put], run=run["run"], data={"host": host, "why": why})
         self.warnings.append(f"{run['run']}: {why}")
 

@@ -17,11 +17,11 @@ def reached(name: str) -> None:
         return
     if os.environ.get("A3R_TRACE"):
         append(Path(folder) / "trace", f"{name}\n")
-    for target in filter(None, os.environ.get("A3R_CRASH_AT", "").split(",")):
-        wanted, _, hit = target.rpartition("@")
-        if name == wanted and append(Path(folder) / f"count-{name.replace(':', '-')}", ".") == int(hit):
-            append(Path(folder) / "died", f"{name}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+    targets = [target.rpartition("@") for target in os.environ.get("A3R_CRASH_AT", "").split(",")]
+    hits = {int(hit) for wanted, _, hit in targets if wanted == name}
+    if hits and append(Path(folder) / f"count-{name.replace(':', '-')}", ".") in hits:
+        append(Path(folder) / "died", f"{name}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def append(path: Path, text: str) -> int:

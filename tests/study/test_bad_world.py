@@ -152,7 +152,6 @@ def test_no_free_port_is_said_and_tried_again(campaign, monkeypatch):
         tick_until(study, lambda: study.warnings, "a warning")
         assert "1 ports wanted, 0 free in 20000-20009" in study.warnings[0]
         assert not study.open_attempts()
-    monkeypatch.setattr("a3r.attempts.START_AGAIN_S", 0.0)
     study.close()
 
 
