@@ -38,7 +38,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
-_SIGNATURE = re.compile(r"turn_([0-9a-f]{24})\Z")
+_SIGNATURE = re.compile(r"turn_([0-9a-f]{32})\Z")
 _UNTRAINED_BLOCKS = frozenset({"redacted_thinking", "server_tool_use", "web_search_tool_result", "fallback"})
 """Blocks only the provider can make or read; they are left out of the conversation."""
 

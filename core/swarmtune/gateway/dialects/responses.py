@@ -35,7 +35,7 @@ _UNDERSTOOD = frozenset(
     "model input instructions tools tool_choice parallel_tool_calls temperature top_p top_k max_output_tokens stop "
     "stop_token_ids seed ignore_eos top_logprobs include stream previous_response_id store metadata".split()
 )
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{24})(?:_\d+)?\Z")
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_\d+)?\Z")
 _LOGPROBS = "message.output_text.logprobs"
 _FREE_TEXT = "input"
 """The one argument of a custom (free text) tool, as the model sees it."""
