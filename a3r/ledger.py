@@ -172,10 +172,16 @@ def wall_of_sessions(store: Store) -> float:
 def candidate_ports() -> Iterator[int]:
     """Ports the system offers first, then the range in order."""
     for _ in range(64):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            yield probe.getsockname()[1]
+        with contextlib.suppress(OSError):
+            yield offered_port()
     yield from PORT_RANGE
+
+
+def offered_port() -> int:
+    """A port that the system holds to be free; two studies that ask at once get different ones."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def can_bind(port: int) -> bool:

@@ -27,6 +27,7 @@ MARKS = {
     "FAILED": ("✗", "red"),
     "CANCELLED": ("–", "dim"),
 }
+MOST_TITLE = 80
 WIDE_SEEDS = 6
 """More seeds than this are shown by their marks only."""
 QUIET = {"LEADER_STARTED", "PLAN_ASKED", "LLM_ASKED", "LLM_ANSWERED", "ATTEMPT_RUNNING", "STAGE_ANALYSED", "COMMAND"}
@@ -35,7 +36,8 @@ QUIET = {"LEADER_STARTED", "PLAN_ASKED", "LLM_ASKED", "LLM_ANSWERED", "ATTEMPT_R
 def render(snap: snapshot.Snapshot, warnings: list[str] | None = None) -> Group:
     """Header, stages, arms × seeds, budget, and what is waited for."""
     state = snap.hold or snap.state.lower().replace("_", " ")
-    head = Text.assemble((snap.title, "bold"), f"   {snap.question}   ", (state, "yellow" if snap.hold else "cyan"))
+    title = snap.title if len(snap.title) <= MOST_TITLE else snap.title[: MOST_TITLE - 1] + "…"
+    head = Text.assemble((title, "bold"), f"   {snap.question}   ", (state, "yellow" if snap.hold else "cyan"))
     parts: list[Any] = [head, stages(snap), grid(snap)]
     if snap.budget:
         parts.append(Text("budget  " + "   ".join(budget_words(b) for b in snap.budget), style="dim"))

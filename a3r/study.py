@@ -399,7 +399,12 @@ class Study(Attempts):
             return
         for executor in self.executors.values():
             executor.close_view()
-        data = {"verdict": decision.verdict.value, "report": str(path) if path else None}
+        data = {
+            "verdict": decision.verdict.value,
+            "report": str(path) if path else None,
+            "leader_cpu_s": round(time.process_time(), 2),
+            "wall_s": round(self.ledger.spent().wall_s, 1),
+        }
         self._move("DONE", "CAMPAIGN_DONE", data=data)
 
     # ---- people
