@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import signal
@@ -241,6 +242,7 @@ def _train(script: Script, config: ScriptConfig, options: argparse.Namespace) ->
     out = options.out or _dated_folder(script.name)
     results = Results(out, resume=options.resume)
     results.write_config(config)
+    results.write_data_digest(script.tasks(config.parameters, config.seed))
     with contextlib.ExitStack() as stack:
         if options.server:
             url, patience_s = options.server, PATIENCE_S
@@ -328,6 +330,11 @@ class Results:
 
     def write_config(self, config: ScriptConfig) -> None:
         self._write("resolved_config.json", config.model_dump(mode="json"))
+
+    def write_data_digest(self, tasks: Sequence[Any]) -> None:
+        """env.json: what a study records about a run and only its client knows."""
+        text = json.dumps(list(tasks), sort_keys=True, default=repr)
+        self._write("env.json", {"data_sha256": hashlib.sha256(text.encode()).hexdigest()})
 
     def add_steps(self, records: Sequence[StepRecord]) -> None:
         """Append the steps that are not there yet: those a resumed server had done."""
