@@ -2,7 +2,7 @@
 
 A backend generates and trains. The server owns everything else: episodes, pool, journal, HTTP. Two implementations:
 `engines.process.ProcessBackend` (an engine process with weights, optimizer and embedded engine) and
-`engines.scripted.ScriptedBackend` (scripted answers and a pretend update, for tests and for trying clients without torch).
+`engines.scripted.ScriptedBackend` (scripted answers and a pretend update: tests, and clients without torch).
 """
 
 from __future__ import annotations

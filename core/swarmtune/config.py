@@ -1,7 +1,7 @@
 """TrainConfig: one typed model for a training. Defaults live here and nowhere else; unknown keys are errors.
 
-A client sends it, the server resolves it, the resolved copy is saved with the run. `TrainConfig.from_dict` turns a wrong
-key into a sentence that names the nearest right one.
+A client sends it, the server resolves it, the resolved copy is saved with the run. `TrainConfig.from_dict` turns a
+wrong key into a sentence that names the nearest right one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Part(BaseModel):
 class SamplingConfig(_Part):
     """Defaults for every episode; an episode may override them at claim, a request may ask for its own."""
 
-    temperature: float = Field(1.0, ge=0.0, le=2.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0)
-    max_tokens: int = Field(512, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    max_tokens: int = Field(default=512, ge=1)
     """Upper bound of one answer; a request's own limit is clamped to it and to what fits the context."""
     stop: list[str] = Field(default_factory=list)
     pinned: bool = False
@@ -44,21 +44,21 @@ class BatchingConfig(_Part):
     """When a step starts (paper section 3.3, C1-C5)."""
 
     policy: BatchPolicy = "task_count"
-    drain_s: float = Field(120.0, ge=0.0)
+    drain_s: float = Field(default=120.0, ge=0.0)
     """How long `rolling_post` lets running episodes finish."""
     stragglers: Literal["carry", "expire"] = "carry"
     """What happens to episodes still running at the drain deadline: carried into the next step, or expired."""
-    max_staleness: int = Field(4, ge=0)
+    max_staleness: int = Field(default=4, ge=0)
     """Finished episodes claimed more than this many weight versions ago are rejected as stale."""
-    quorum: float = Field(1.0, gt=0.0, le=1.0)
+    quorum: float = Field(default=1.0, gt=0.0, le=1.0)
     """all_clients_agree: the share of live registered clients that must agree."""
-    agree_deadline_s: float | None = Field(None, gt=0.0)
+    agree_deadline_s: float | None = Field(default=None, gt=0.0)
     """all_clients_agree: train with what is there this long after the first agreement; None waits for all."""
-    client_timeout_s: float = Field(60.0, gt=0.0)
+    client_timeout_s: float = Field(default=60.0, gt=0.0)
     """A registered client without a heartbeat for this long no longer counts."""
-    episode_lease_s: float = Field(900.0, gt=0.0)
+    episode_lease_s: float = Field(default=900.0, gt=0.0)
     """An episode with neither a call nor a heartbeat for this long expires."""
-    max_open_episodes: int = Field(512, ge=1)
+    max_open_episodes: int = Field(default=512, ge=1)
 
 
 class AlgorithmConfig(_Part):
@@ -70,39 +70,39 @@ class AlgorithmConfig(_Part):
     """grpo: divide by the group's standard deviation; False is Dr.GRPO's form."""
     policy_loss: str = "vanilla"
     """Any of veRL's policy losses: vanilla, gspo, clip_cov, …"""
-    clip_ratio_low: float = Field(0.2, ge=0.0)
-    clip_ratio_high: float = Field(0.2, ge=0.0)
-    clip_ratio_c: float = Field(3.0, gt=1.0)
+    clip_ratio_low: float = Field(default=0.2, ge=0.0)
+    clip_ratio_high: float = Field(default=0.2, ge=0.0)
+    clip_ratio_c: float = Field(default=3.0, gt=1.0)
     loss_agg: Literal["episode-mean", "token-mean"] = "episode-mean"
     """episode-mean: each episode weighs the same however many rows and tokens it has; token-mean: each token does."""
-    kl_coef: float = Field(0.0, ge=0.0)
+    kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL loss to the reference model (the start model); 0 keeps no reference in memory."""
     kl_type: str = "low_var_kl"
-    entropy_coef: float = Field(0.0, ge=0.0)
-    gamma: float = Field(1.0, ge=0.0, le=1.0)
-    lam: float = Field(1.0, ge=0.0, le=1.0)
-    epochs: int = Field(1, ge=1)
-    mini_batches: int = Field(1, ge=1)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    lam: float = Field(default=1.0, ge=0.0, le=1.0)
+    epochs: int = Field(default=1, ge=1)
+    mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per epoch; rows are split by episode."""
     rollout_correction: Literal["none", "token_is", "sequence_is"] = "none"
     """Truncated importance sampling between engine and trainer logprobs."""
-    rollout_is_threshold: float = Field(2.0, gt=0.0)
+    rollout_is_threshold: float = Field(default=2.0, gt=0.0)
 
 
 class OptimConfig(_Part):
-    lr: float = Field(1e-6, gt=0.0)
+    lr: float = Field(default=1e-6, gt=0.0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    total_steps: int | None = Field(None, ge=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: int | None = Field(default=None, ge=1)
     """Length of the schedule; needed by cosine and linear."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     betas: tuple[float, float] = (0.9, 0.999)
-    grad_clip: float = Field(1.0, gt=0.0)
+    grad_clip: float = Field(default=1.0, gt=0.0)
 
 
 class LoraConfig(_Part):
-    rank: int = Field(8, ge=1)
-    alpha: int = Field(16, ge=1)
+    rank: int = Field(default=8, ge=1)
+    alpha: int = Field(default=16, ge=1)
     targets: str | list[str] = "all-linear"
 
 
@@ -110,32 +110,32 @@ class EngineConfig(_Part):
     """Where answers come from and how big it may get."""
 
     kind: Literal["hf", "scripted"] = "hf"
-    max_batch: int = Field(64, ge=1)
+    max_batch: int = Field(default=64, ge=1)
     """Requests generated together; more wait."""
-    context_length: int = Field(2048, ge=16)
+    context_length: int = Field(default=2048, ge=16)
     """Prompt plus answer, in tokens; at most what the model was made for."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
     """Torch threads of the engine process; None takes all cores."""
     script: str | None = None
     """scripted: `module:function`, a callable (messages, request index) -> text; None echoes."""
-    script_tokens_per_s: float | None = Field(None, gt=0.0)
+    script_tokens_per_s: float | None = Field(default=None, gt=0.0)
     """scripted: pace of one answer; None gives each answer at once."""
-    script_update_s: float = Field(0.0, ge=0.0)
+    script_update_s: float = Field(default=0.0, ge=0.0)
     """scripted: how long the pretend update takes."""
 
 
 class TrainerConfig(_Part):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Compute dtype of trainer and embedded engine; master weights and optimizer state are fp32."""
-    tokens_per_micro_batch: int = Field(4096, ge=64)
+    tokens_per_micro_batch: int = Field(default=4096, ge=64)
     """Rows are packed into micro-batches up to this many tokens; a longer row is a micro-batch of its own."""
     gradient_checkpointing: bool = False
 
 
 class CheckpointConfig(_Part):
-    every_steps: int = Field(5, ge=0)
+    every_steps: int = Field(default=5, ge=0)
     """0 writes one only at stop."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
 
 
 class TrackingConfig(_Part):
@@ -150,9 +150,9 @@ class TrainConfig(_Part):
 
     model: str
     """A name from the catalogue (`smollm2-135m`, `tiny`), a local Hugging Face folder, or a hub id."""
-    batch_tasks: int = Field(8, ge=1)
+    batch_tasks: int = Field(default=8, ge=1)
     """B of the paper: tasks per step."""
-    repeats: int = Field(8, ge=1)
+    repeats: int = Field(default=8, ge=1)
     """N of the paper: episodes per task."""
     seed: int = 0
     match: MatchPolicy = "text"
@@ -160,7 +160,7 @@ class TrainConfig(_Part):
     """When a chat template strips earlier thinking: follow it (a new branch) or keep what was sampled (one branch)."""
     train_side_calls: bool = False
     """Train conversations that were not the episode's main one (titles, summaries)."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """The server stops claiming after this many steps; None is endless."""
     sampling: SamplingConfig = SamplingConfig()
     batching: BatchingConfig = BatchingConfig()
@@ -258,7 +258,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
             near = difflib.get_close_matches(where, keys, n=1, cutoff=0.5) or [
                 k for k in keys if k.rsplit(".", 1)[-1] == where.rsplit(".", 1)[-1]
             ]
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted({k.split('.')[0] for k in keys}))}"
+            hint = (
+                f"; did you mean {near[0]!r}?"
+                if near
+                else f"; known: {', '.join(sorted({k.split('.')[0] for k in keys}))}"
+            )
             lines.append(f"{where}: unknown key{hint}")
         else:
             message = item["msg"].removeprefix("Value error, ")

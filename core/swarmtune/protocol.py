@@ -20,7 +20,7 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
     DELETE /v1/clients/{name}                → {}               goodbye: no one waits for this client any more
     POST /v1/clients/{name}/heartbeat        → ClientView
     POST /v1/clients/{name}/agree AgreeRequest → ClientView
-    GET  /v1/steps?after=k&wait_s=30         → list[StepRecord] long poll: returns once step > k exists, or [] at the limit
+    GET  /v1/steps?after=k&wait_s=30         → list[StepRecord] long poll: once step > k exists, or [] at the limit
     GET  /v1/events?after=seq                  server-sent events, `id:` is the sequence number, data an Event
     GET  /v1/checkpoints                     → list[CheckpointView]
     POST /v1/checkpoints                     → CheckpointView   save now
@@ -52,7 +52,9 @@ class IllegalTransition(RuntimeError):
 TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.OFFLINE: frozenset({EngineState.BOOTING, EngineState.STOPPING}),
     EngineState.BOOTING: frozenset({EngineState.ROLLING, EngineState.FAILED, EngineState.STOPPING}),
-    EngineState.ROLLING: frozenset({EngineState.ROLLING_POST, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}),
+    EngineState.ROLLING: frozenset(
+        {EngineState.ROLLING_POST, EngineState.BOOTING, EngineState.FAILED, EngineState.STOPPING}
+    ),
     EngineState.ROLLING_POST: frozenset(
         {
             EngineState.WEIGHT_SYNCING,
@@ -159,8 +161,8 @@ class ClaimRequest(_Wire):
     """Overrides of SamplingConfig for this episode."""
     lease_s: float | None = Field(None, gt=0)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in the
-    episode (0 for the first call). None leaves such calls unseeded."""
+    """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in
+    the episode (0 for the first call). None leaves such calls unseeded."""
     claim_id: str | None = None
     """Idempotency key: the same claim_id gets the same episode again."""
     wait_s: float = Field(0.0, ge=0.0, le=120.0)

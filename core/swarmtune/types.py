@@ -91,8 +91,8 @@ class GenerateChunk:
 
     token_ids: list[int]
     logprobs: list[float]
-    """log p of each token under softmax(logits / temperature), before top_p and top_k cut it; temperature 0 counts as 1.
-    The trainer computes the same quantity, so their difference is the mismatch between engine and trainer."""
+    """log p of each token under softmax(logits / temperature), before top_p and top_k cut it; temperature 0 counts
+    as 1. The trainer computes the same quantity, so their difference is the mismatch between engine and trainer."""
     weight_version: int
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
@@ -151,7 +151,7 @@ class Sample:
     logprobs: list[float]
     weight_versions: list[int]
     context_exact: list[int] | None = None
-    """1 where the training context equals the context the token was sampled in; None means everywhere (match: token)."""
+    """1 where the training context equals the one the token was sampled in; None means everywhere (match: token)."""
     temperature: float = 1.0
     """Of the row's sampled tokens; what the trainer divides the logits by."""
     call_ids: list[str] = field(default_factory=list)
