@@ -36,6 +36,8 @@ VERSION = "1"
 MARKER = "A3R_ATTEMPT"
 RESULT_SCHEMA = "a3r/result/v1"
 RESOLVED = "resolved_config.json"
+CLIENT_FACTS = ("model_sha256", "data_sha256")
+"""What a client may say about itself in env.json: only it knows what it has loaded."""
 EVAL_KEYS = {"value", "n_items", "n_samples"}
 RESERVE_BYTES = 256 * 1024
 """Preallocated in each attempt directory, given up when the disk is full so that the result can still be written."""
@@ -489,7 +491,7 @@ class Supervisor:
         self.began = now()
         self.state = "claimed"
         self.asked_to_stop: str | None = None
-        self.beat_at = -math.inf
+        self.beat_at = self.weighed_at = -math.inf
         self.peak_rss = 0
         self.oom_before = oom_kills()
 
@@ -731,7 +733,9 @@ class Supervisor:
         if not force and now() - self.beat_at < 1.0:
             return
         self.beat_at = now()
-        self.peak_rss = max(self.peak_rss, sum(rss_bytes(p.pid) for p in self.launch.processes if p.running))
+        if self.beat_at - self.weighed_at > 5.0:
+            self.weighed_at = self.beat_at
+            self.peak_rss = max(self.peak_rss, sum(map(rss_bytes, marked_processes(self.launch.nonce))))
         with contextlib.suppress(OSError):
             replace_file(
                 self.dir / "heartbeat",
@@ -838,6 +842,8 @@ class Supervisor:
             time.sleep(pause)
             try:
                 write_once(self.dir / "result.json", result)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.dir / "reserve")
                 return
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -857,7 +863,8 @@ class Supervisor:
         code = next(p for p in self.launch.processes if p.main).exit
         spent = read_json(self.dir / "usage.json") or {}
         seconds = now() - self.began
-        facts = raw.get("provenance", {}) | (read_json(self.dir / "env.json") or {})
+        told = read_json(self.dir / "env.json") or {}
+        facts = raw.get("provenance", {}) | {k: told[k] for k in CLIENT_FACTS if isinstance(told.get(k), str)}
         extra = facts.get("extra", {}) | {
             "cpu_s": f"{cpu_seconds():.3f}",
             "peak_rss_bytes": str(self.peak_rss),

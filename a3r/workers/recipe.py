@@ -6,6 +6,7 @@ classes. A file handed to a run is never changed afterwards; the factor under st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -169,6 +170,7 @@ class RecipeWorker:
             "dirty": dirty if not job.blueprint.code.patch_sha256 else False,
             "patch_sha256": job.blueprint.code.patch_sha256,
             "config_sha256": sha256(canonical(dict(config))),
+            "model_sha256": model_digest(config.get("model"), code_dir),
             "seed": job.seed,
             "versions": package_versions(),
             "gpus": [s for s in job.slots if s.startswith("gpu/")],
@@ -269,6 +271,33 @@ def repository_state(directory: str) -> tuple[str | None, bool | None]:
         return commit, bool(git(Path(directory), "status", "--porcelain", "--untracked-files=no"))
     except (CheckoutError, OSError):
         return None, None
+
+
+def model_digest(model: Any, code_dir: Path) -> str | None:
+    """Hash of a model's weights and configuration: of a catalogue name that is on this machine, or a local folder."""
+    if not isinstance(model, str):
+        return None
+    folder = Path(model) if Path(model).is_absolute() else code_dir / model
+    if not folder.is_dir():
+        from swarmtune.models import Catalogue, ModelError
+
+        try:
+            folder = Catalogue().folder(model)
+        except ModelError:
+            return None
+    files = sorted(f for f in folder.glob("*") if f.suffix in (".safetensors", ".json", ".bin") and f.is_file())
+    stamps = tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    return files_digest(stamps) if stamps else None
+
+
+@lru_cache(maxsize=8)
+def files_digest(stamps: tuple[tuple[str, int, int], ...]) -> str:
+    """Hash of files' names and bytes; read again only when size or time of one has changed."""
+    total = hashlib.sha256()
+    for name, _, _ in stamps:
+        with open(name, "rb") as file:
+            total.update(f"{Path(name).name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
 
 
 @lru_cache(maxsize=1)

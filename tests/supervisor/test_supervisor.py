@@ -306,3 +306,10 @@ def test_equal_failures_have_equal_signatures_whatever_their_numbers():
     one = sv.signature("code", "KeyError: 'x' at 0x7f3a, step 17, /tmp/a/b.py")
     assert one == sv.signature("code", "KeyError: 'x' at 0x99, step 3, /home/u/c.py")
     assert one != sv.signature("code", "KeyError: 'y' at 0x99, step 3, /home/u/c.py")
+
+
+def test_the_client_says_what_data_it_loaded_and_nothing_else_of_the_provenance(attempt):
+    one = attempt(GOOD + 'put("env.json", {"data_sha256": "d" * 64, "commit": "mine", "model_sha256": 5})')
+    p = RunRecord.model_validate(one.run()).provenance
+    assert (p.data_sha256, p.commit, p.model_sha256) == ("d" * 64, None, None)
+    assert not (one.dir / "reserve").exists()
