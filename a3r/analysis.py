@@ -291,8 +291,7 @@ def _judge_cell(lock: GoalLock, history: History, index: int, arms: list[Arm]) -
     for i in order:
         alpha = spend / left
         row = _row(lock, plan, arms[i], samples[i], reference, alpha, bar, history)
-        if stopped and row.mark in {"passes", "fails"}:
-            row = row.model_copy(update={"mark": "undecided", "rule": "Holm: a stronger result was undecided"})
+        # Holm: from the first undecided level on, alpha stays; weaker results than that one cannot pass it.
         stopped = stopped or row.mark not in {"passes", "fails"}
         left -= 0 if stopped else 1
         rows[i] = row
