@@ -104,6 +104,7 @@ class Code(StrEnum):
     CONTEXT_LENGTH = "context_length_exceeded"
     TEMPLATE_REFUSED = "template_refused"
     UNSUPPORTED = "unsupported_parameter"
+    UNKNOWN_RESPONSE = "previous_response_not_found"
     ENGINE_LOST = "engine_lost"
     NO_SPACE = "no_space"
     STOPPING = "stopping"

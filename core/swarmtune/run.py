@@ -30,6 +30,7 @@ from swarmtune.backend import Backend, BackendInfo
 from swarmtune.clients import ClientRegistry
 from swarmtune.config import SamplingConfig, TrainConfig
 from swarmtune.episodes import Episode, EpisodeBook
+from swarmtune.gateway.conversations import Conversations
 from swarmtune.journal import (
     BatchPlanned,
     BatchTrained,
@@ -95,6 +96,7 @@ class Session:
     """The configuration's, with the claim's overrides."""
     seed: int | None
     turns: list[TurnRecord] = field(default_factory=list)
+    conversations: Conversations = field(default_factory=Conversations)
 
     def seed_for(self, position: int, choice: int, *, asked: int | None = None) -> int | None:
         """The seed of one answer: the request's own unless that is pinned, else one from the claim's and the call's

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BASES = ("/v1", "/v1/v1", "")
+"""Where clients look for a route: some put /v1 before every path, some expect it in the address they were given."""
+
 Speak = Callable[[int, Delta], Awaitable[None]]
 """Tell the client what became certain of an answer."""
 
@@ -77,10 +80,11 @@ class ModelRoutes:
         self._texts: AnswerTexts | None = None
 
     def add_to(self, app: web.Application) -> None:
-        for path, dialect in DIALECTS.items():
-            app.router.add_post(f"/v1/{path}", self._handler(dialect()))
-        app.router.add_get("/v1/models", self.models, allow_head=False)
-        app.router.add_get("/v1/models/{name:.+}", self.model, allow_head=False)
+        for base in BASES:
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{base}/{path}", self._handler(dialect()))
+            app.router.add_get(f"{base}/models", self.models, allow_head=False)
+            app.router.add_get(f"{base}/models/{{name:.+}}", self.model, allow_head=False)
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -102,7 +106,7 @@ class ModelRoutes:
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         run, episode = self._episode_of(request)
         session = run.session(episode)
-        call = dialect.decode(read_body(await request.read()), request.headers)
+        call = continued(session, dialect.decode(read_body(await request.read()), request.headers))
         run.book.begin_call(episode)
         position = episode.calls - 1
         sampled = 0
@@ -385,6 +389,9 @@ class Exchange:
                 choice.turn, reply, delivered=False, temperature=choice.sampling.temperature or 1.0
             )
         self.committed.append(choice)
+        if self.call.keep:
+            said = self.call.messages[self.call.instructions :]
+            self.session.conversations.remember(choice.turn.turn_id, said, message)
         return Answer(
             turn_id=choice.turn.turn_id,
             message=message,
@@ -441,6 +448,28 @@ def read_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused(Code.BAD_REQUEST, f"the body must be a JSON object, not {type(body).__name__}", retry=False)
     return body
+
+
+def continued(session: Session, call: ModelCall) -> ModelCall:
+    """The call with the conversation that it continues before its own messages, after its instructions.
+
+    Raises:
+        Refused: no such answer in this episode.
+    """
+    if call.continues is None:
+        return call
+    try:
+        before = session.conversations.until(call.continues)
+    except KeyError:
+        raise Refused(
+            Code.UNKNOWN_RESPONSE,
+            f"Previous response with id '{call.echo['previous_response_id']}' not found: it is not of this episode, "
+            "or was made with store: false; send the whole conversation as `input`",
+            param="previous_response_id",
+            retry=False,
+        ) from None
+    own = call.messages
+    return replace(call, messages=own[: call.instructions] + before + own[call.instructions :])
 
 
 def resolve_sampling(

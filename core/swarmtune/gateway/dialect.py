@@ -104,6 +104,8 @@ class ModelCall:
     """What the client said in x-stainless-retry-count."""
     continues: str | None = None
     """Turn id of an earlier answer of this episode whose conversation goes before `messages` (previous_response_id)."""
+    keep: bool = False
+    """Whether a later call may continue this one's answer by its id."""
     instructions: int = 0
     """How many leading `messages` are instructions of this call only, not inherited by a call that continues it."""
     echo: dict[str, Any] = field(default_factory=dict)

@@ -61,6 +61,7 @@ class ResponsesDialect:
             messages=leading + items,
             instructions=len(leading),
             continues=_continued(previous) if previous else None,
+            keep=boolean(body, "store", True),
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=boolean(body, "parallel_tool_calls", True),
@@ -311,10 +312,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _continued(previous: Any) -> str:
-    found = _ITEM_ID.match(string(previous, "previous_response_id"))
-    if found is None:
-        raise malformed("previous_response_id", f"{previous!r} was not given out by this server")
-    return found[1]
+    """The turn that a response id stands for; an id of another server stands for none."""
+    identifier = string(previous, "previous_response_id")
+    found = _ITEM_ID.match(identifier)
+    return found[1] if found else identifier
 
 
 def _seal(turn_id: str, reasoning: str) -> str:
