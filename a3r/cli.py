@@ -77,7 +77,7 @@ def research(
     from a3r.compile import OpenQuestionsError, parse_answers
     from a3r.hosts import load_hosts
     from a3r.research import LeaderOptions, UsageError, open_study, prepare
-    from a3r.store import JournalDamaged
+    from a3r.store import DiskFull, JournalDamaged
     from a3r.strictyaml import FormatError
 
     console = Console(highlight=False)
@@ -93,7 +93,7 @@ def research(
         fail(str(error), OPEN_QUESTIONS)
     except LeaderRunning as error:
         fail(str(error), LEADER_RUNNING)
-    except (UsageError, CampaignError, JournalDamaged, ValueError) as error:
+    except (UsageError, CampaignError, JournalDamaged, DiskFull, ValueError) as error:
         fail(str(error), BAD_INPUT)
     lead(console, study)
 

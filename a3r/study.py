@@ -14,6 +14,7 @@ a killed leader and an undisturbed one run the same code. What always holds:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -166,20 +167,24 @@ class Study(Attempts):
         try:
             step()
         except DiskFull as error:
-            self._wait_for_space(error)
+            self._wait_for_space(str(error))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._wait_for_space(str(error))
         except JournalDamaged as error:
             log.error("journal damaged", extra={"error": str(error)})
             self.store.close()
             self.store = Store.open(self.directory)
             self.ledger.store = self.store
 
-    def _wait_for_space(self, error: DiskFull) -> None:
+    def _wait_for_space(self, error: str) -> None:
         began = boottime()
         self.warnings.append(f"disk full: {error}; nothing new is started until there is room")
         while True:
             time.sleep(self.settings.disk_retry_s)
             with contextlib.suppress(DiskFull):
-                self._event("DISK_WAS_FULL", {"error": str(error), "waited_s": round(boottime() - began, 1)})
+                self._event("DISK_WAS_FULL", {"error": error, "waited_s": round(boottime() - began, 1)})
                 return
 
     def tick(self) -> None:

@@ -29,7 +29,7 @@ class LocalExecutor:
         self.socket = "a3r-" + hashlib.sha256(str(self.campaign).encode()).hexdigest()[:10]
         self.tmux = shutil.which("tmux") if view else None
         self.wants_view = view
-        self._sessions: list[str] = []
+        self._shown: list[Handle] = []
         self._launchers: list[subprocess.Popen[bytes]] = []
         """Supervisors leave their launcher at once; these are the ones whose end has not been collected yet."""
 
@@ -87,12 +87,16 @@ class LocalExecutor:
         failed = self._tmux(*argv[:-1])
         if failed and "duplicate session" not in failed:
             return f"no window for {handle.run}: {failed}"
-        if session not in self._sessions:
-            self._sessions.append(session)
-        for old in self._sessions[:-KEEP_SESSIONS]:
-            self._tmux("kill-session", "-t", f"={old}")
-        self._sessions = self._sessions[-KEEP_SESSIONS:]
+        self._close_old_windows(handle)
         return None
+
+    def _close_old_windows(self, newest: Handle) -> None:
+        """Close the windows of the attempts that ended longest ago, beyond KEEP_SESSIONS of them."""
+        self._shown = [h for h in self._shown if h != newest] + [newest]
+        ended = [h for h in self._shown if (h.directory / "result.json").exists()]
+        for old in ended[:-KEEP_SESSIONS]:
+            self._tmux("kill-session", "-t", f"={session_name(old.run, old.attempt)}")
+            self._shown.remove(old)
 
     def lost_view(self, handle: Handle) -> bool:
         """Whether an attempt that should have windows has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -210,6 +211,36 @@ def test_a_reboot_is_proof_of_death(campaign, monkeypatch):
     campaign.run(directory)
     lost = [a for a in journal(directory).table("attempts").values() if a["recovery_source"] == "HOST_REBOOT"]
     assert lost and {a["class"] for a in lost} == {"infra"}
+    assert decision_of(directory)["level"] == 1.0
+
+
+def test_a_host_that_fails_twice_goes_to_the_end_of_the_line(campaign):
+    base = base_blueprint(config={"sim.fail": "crash", "sim.fail_first": 1})
+    hosts = campaign.hosts()
+    good = hosts.hosts[0].model_copy(update={"name": "there"})
+    directory = campaign.create(lock=goal_lock(base), hosts=hosts.model_copy(update={"hosts": [*hosts.hosts, good]}))
+    study = campaign.open(directory)
+    tick_until(study, lambda: study.quarantined(), "two failures on one host")
+    study.run()
+    study.close()
+    assert decision_of(directory)["level"] == 1.0
+
+
+def test_a_leader_that_cannot_write_a_file_waits_for_room(campaign, monkeypatch):
+    directory = campaign.create()
+    study = campaign.open(directory)
+    real, failed = study_module.write_text, []
+
+    def full_once(path, text):
+        if path.name == "plan.yaml" and not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, text)
+
+    monkeypatch.setattr(study_module, "write_text", full_once)
+    study.run()
+    study.close()
+    assert failed and kinds(directory)["DISK_WAS_FULL"] == 1
     assert decision_of(directory)["level"] == 1.0
 
 

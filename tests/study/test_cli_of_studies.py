@@ -116,6 +116,21 @@ def test_killing_the_command_and_typing_it_again_goes_on(tmp_path):
     assert "seen enough" in (directory / "report" / "report.md").read_text()
 
 
+def test_a_goal_that_asks_for_approval_waits_for_it(tmp_path):
+    goal = tmp_path / "careful.md"
+    text = (GOALS / "compare.md").read_text().replace("../simulated.yaml", str(ROOT / "blueprints" / "simulated.yaml"))
+    goal.write_text(text.replace("approve: none", "approve: plan"))
+    directory = tmp_path / "study"
+    argv = [sys.executable, "-m", "a3r.cli", "research", str(goal), "--dir", str(directory), "--no-windows"]
+    leader = subprocess.Popen(argv, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while "waits for  approval" not in (shown := a3r("status", "--dir", directory).stdout):
+        assert time.monotonic() < deadline and leader.poll() is None, shown
+    assert a3r("approve", "0123", "--dir", directory).returncode == 2
+    assert "approve: done" in a3r("approve", "--dir", directory).stdout
+    assert leader.wait(timeout=60) == 0
+
+
 def test_the_command_stays_light():
     program = "import sys, a3r.cli, a3r.research, a3r.live; print(*sys.modules)"
     out = subprocess.run(
