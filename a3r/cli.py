@@ -35,6 +35,7 @@ ERROR, BAD_INPUT, OPEN_QUESTIONS, NEEDS_HUMAN, LEADER_RUNNING = 1, 2, 3, 4, 5
 
 
 def main() -> None:
+    from a3r.bench.bench_cli import app as bench_app
     from a3r.check_cli import blueprint_app, goal_app, report_app, schema_app
     from a3r.models_cli import app as models_app
 
@@ -44,6 +45,7 @@ def main() -> None:
         ("report", report_app),
         ("schema", schema_app),
         ("models", models_app),
+        ("bench", bench_app),
     ):
         app.add_typer(sub, name=name)
     app()
