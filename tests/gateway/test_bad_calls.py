@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from swarmtune.gateway.auth import Capability
-from swarmtune.testing import LocalServer
+from swarmtune.testing import CHATML, LocalServer, chatml_model
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-REFUSED = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}
+LATER_SYSTEM = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}
 
 
 async def post(local: LocalServer, key: str | None, body, path: str = CHAT, **headers: str):
@@ -136,11 +136,20 @@ async def test_neutral_values_and_unknown_fields_are_taken(local):
     assert (status, error) == (200, None)
 
 
-async def test_a_conversation_that_the_template_refuses_is_400_with_its_words(local):
+async def test_a_conversation_that_the_template_refuses_is_400_with_its_words(tmp_path):
+    refusing = "{% if messages[1] %}{{ raise_exception('one message only') }}{% endif %}" + CHATML
+    async with LocalServer(tmp_path / "data", str(chatml_model(tmp_path / "model", refusing))) as local:
+        await local.boot()
+        grant = await local.claim()
+        status, error, _ = await post(local, grant.api_key, LATER_SYSTEM)
+        assert (status, error["code"]) == (400, "template_refused")
+        assert "one message only" in error["message"]
+
+
+async def test_a_later_system_message_is_taken_where_the_template_refuses_one(local):
     grant = await local.claim()
-    status, error, _ = await post(local, grant.api_key, REFUSED)
-    assert (status, error["code"]) == (400, "template_refused")
-    assert "the system message must be first" in error["message"]
+    status, error, _ = await post(local, grant.api_key, LATER_SYSTEM)
+    assert (status, error) == (200, None)
 
 
 async def test_a_prompt_that_does_not_fit_is_the_apis_own_error(local):
@@ -176,7 +185,7 @@ async def test_a_server_without_a_training_says_so(model, tmp_path):
 async def test_a_refused_call_leaves_the_episode_as_it_was(local):
     grant = await local.claim()
     await post(local, grant.api_key, ASK | {"temperature": 9})
-    await post(local, grant.api_key, REFUSED)
+    await post(local, grant.api_key, {"messages": []})
     await local.chat(grant.api_key)
     result = await local.end(grant.episode_id)
     assert (result.outcome, result.samples) == ("admitted", 1)

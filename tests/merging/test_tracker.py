@@ -284,11 +284,11 @@ def test_a_row_of_several_temperatures_takes_the_most_frequent_and_is_counted(tr
 
 
 def test_a_refused_conversation_leaves_no_trace():
-    tracker = Tracker("episode", tiny_renderer("one_system"))
+    tracker = Tracker("episode", tiny_renderer("alternating"))
     _, _, first = ask(tracker, [USER], "7")
     before = tracker.memory_bytes()
-    with pytest.raises(TemplateRefused, match="must be at the beginning"):
-        tracker.prepare([USER, first, SYSTEM])
+    with pytest.raises(TemplateRefused, match="must alternate"):
+        tracker.prepare([USER, first, MORE, MORE])
     assert tracker.memory_bytes() == before
 
 

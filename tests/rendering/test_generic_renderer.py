@@ -127,11 +127,23 @@ def test_consecutive_tool_messages_that_the_template_merges_continue_as_one_turn
 
 
 def test_a_refusal_carries_the_templates_words():
+    renderer = tiny_renderer("alternating")
+    with pytest.raises(TemplateRefused, match="Roles must alternate"):
+        renderer.render([USER, USER])
+    with pytest.raises(TemplateRefused, match="Roles must alternate"):
+        renderer.extend(renderer.encode("hi<|im_end|>"), [USER, ANSWER], [ANSWER])
+
+
+def test_a_later_system_message_is_the_users_where_the_template_takes_one_only_at_the_beginning():
     renderer = tiny_renderer("one_system")
-    with pytest.raises(TemplateRefused, match=r"System message must be at the beginning\."):
-        renderer.render([SYSTEM, USER, SYSTEM])
-    with pytest.raises(TemplateRefused, match=r"System message must be at the beginning\."):
-        renderer.extend(renderer.encode("hi<|im_end|>"), [USER, ANSWER], [SYSTEM])
+    prompt = renderer.render([SYSTEM, SYSTEM, USER])
+    assert whole_text(renderer, prompt.token_ids).startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nbe brief<|im_end|>\n<|im_start|>user\nhello there"
+    )
+    sampled = [*renderer.encode("hi"), *renderer.stop_token_ids]
+    added = renderer.extend(prompt.token_ids + sampled, [SYSTEM, SYSTEM, USER, ANSWER], [SYSTEM])
+    assert added is not None
+    assert whole_text(renderer, added.token_ids).startswith("\n<|im_start|>user\nbe brief<|im_end|>")
 
 
 def test_tools_reach_a_model_whose_template_knows_none():

@@ -17,6 +17,7 @@ from swarmtune.rendering.load import load_renderer
 from swarmtune.rendering.renderer import TemplateRefused
 from swarmtune.types import Message, ToolCall, ToolSpec
 
+SYSTEM = Message("system", "be brief")
 USER, ANSWER = Message("user", "hello there"), Message("assistant", "hi")
 LOOK = [ToolSpec("look", "Looks.", {"type": "object"})]
 
@@ -113,3 +114,10 @@ def test_loading_a_renderer_imports_neither_torch_nor_transformers(folder):
         [sys.executable, "-c", code], env={"PYTHONPATH": source}, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_later_system_message_is_the_users_in_a_family_that_takes_one_only_at_the_beginning():
+    refusing = KnownRenderer(tiny_tokenizer(), "qwen3.5")
+    rendered = refusing.render([SYSTEM, USER, SYSTEM, USER])
+    text = refusing.decode(rendered.token_ids, special=True)
+    assert text.count("<|im_start|>system") == 1 and text.count("<|im_start|>user") == 3

@@ -15,7 +15,7 @@ from typing import Any
 from swarmtune.rendering.generic import as_ids, spans_ending_at
 from swarmtune.rendering.parsing import parse_call
 from swarmtune.rendering.renderer import Rendered, TemplateRefused
-from swarmtune.rendering.template import message_as_dict, tool_as_dict
+from swarmtune.rendering.template import later_system_as_user, message_as_dict, tool_as_dict
 from swarmtune.rendering.tokenizer import Encoded, TextStream, Tokenizer, read_json
 from swarmtune.types import Message, ToolCall, ToolSpec
 
@@ -48,10 +48,12 @@ class KnownRenderer:
     def __init__(self, tokenizer: Tokenizer, family: str, *, end_token_ids: Sequence[int] = ()) -> None:
         self.name = family
         self._tokenizer = tokenizer
+        self._seats_system_first = False
         self._templated = _create(tokenizer, family, {})
         self._keeping = _create(tokenizer, family, {"thinking_retention": "all"})
         self.stop_token_ids = tuple(dict.fromkeys([*self._templated.get_stop_token_ids(), *end_token_ids]))
         self._opening = self._find_opening()
+        self._seats_system_first = self._refuses_a_later_system_message()
 
     @classmethod
     def load(cls, folder: Path, family: str) -> KnownRenderer:
@@ -69,7 +71,7 @@ class KnownRenderer:
     ) -> Rendered:
         rendered = _refusing(
             self._templated.render,
-            [message_as_dict(message) for message in messages],
+            [message_as_dict(message) for message in self._seated(messages, at_start=True)],
             tools=_tools(tools),
             add_generation_prompt=generation_prompt,
         )
@@ -95,7 +97,7 @@ class KnownRenderer:
                 (self._keeping if keep else self._templated).bridge_to_next_turn,
                 prefix[:start],
                 prefix[start:],
-                [message_as_dict(message) for message in new],
+                [message_as_dict(message) for message in self._seated(new, at_start=False)],
                 tools=_tools(tools),
             )
             if bridged is not None and list(bridged.token_ids[: len(prefix)]) == prefix:
@@ -148,6 +150,18 @@ class KnownRenderer:
                 end = stops[-1] + 1 if stops else end
             ends.append(end)
         return ends
+
+    def _seated(self, messages: Sequence[Message], *, at_start: bool) -> Sequence[Message]:
+        """As the family takes them: some have a system message at the beginning only."""
+        return later_system_as_user(messages, at_start=at_start) if self._seats_system_first else messages
+
+    def _refuses_a_later_system_message(self) -> bool:
+        system, user = Message("system", "s"), Message("user", "u")
+        try:
+            self.render([system, user, system, user])
+        except TemplateRefused:
+            return True
+        return False
 
     def _find_opening(self) -> list[int]:
         """The generation prompt's tokens."""

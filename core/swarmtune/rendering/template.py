@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class ChatTemplate:
     """One Jinja chat template with the special tokens it may name.
 
     A template that knows no tools gets them anyway: described in the system message (in the first user message where
-    the template takes no system message), calls as `<tool_call>` text of the assistant, results as user messages.
+    the template takes no system message), calls as `<tool_call>` text of the assistant, results as user messages. One
+    that takes a system message only at the beginning gets later ones, which coding agents send, as user messages.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -45,7 +47,9 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens
         self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-        self.takes_system = self._accepts(Message("system", "s"), Message("user", "u"))
+        system, user = Message("system", "s"), Message("user", "u")
+        self.takes_system = self._accepts(system, user)
+        self._seats_system_first = self.takes_system and not self._accepts(system, user, system, user)
 
     @classmethod
     def load(cls, folder: Path, special_tokens: dict[str, str]) -> ChatTemplate:
@@ -77,6 +81,8 @@ class ChatTemplate:
         """
         if not self.knows_tools:
             messages, tools = self._without_tools(messages, tools), ()
+        if self._seats_system_first:
+            messages = later_system_as_user(messages)
         try:
             return self._template.render(
                 messages=[message_as_dict(message) for message in messages],
@@ -122,6 +128,14 @@ class ChatTemplate:
             content = f"{first.content}\n\n{prompt}" if role == "system" else f"{prompt}\n\n{first.content}"
             return [Message(role, content), *rest]
         return [Message(role, prompt), *messages]
+
+
+def later_system_as_user(messages: Sequence[Message], *, at_start: bool = True) -> list[Message]:
+    """System messages as user messages, but for one that opens the conversation; `at_start`: whether `messages` do."""
+    return [
+        replace(message, role="user") if message.role == "system" and (index or not at_start) else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _call_text(name: str, arguments: str) -> str:
