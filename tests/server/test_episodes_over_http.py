@@ -181,7 +181,7 @@ async def test_a_call_during_the_update_waits_and_is_answered_by_the_new_weights
 
 async def test_a_silent_stream_is_kept_alive_during_the_update(model, tmp_path, monkeypatch):
     monkeypatch.setattr("swarmtune.gateway.sse.KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr("swarmtune.gateway.sse.kept_alive.__wrapped__.__defaults__", (0.02,))
+    monkeypatch.setattr("swarmtune.gateway.sse.KEEP_ALIVE_S", 0.02)
     async with LocalServer(tmp_path, model) as local:
         await boot_agreeing(local, **{"engine.script_update_s": 0.3})
         carried = await local.claim("carried")

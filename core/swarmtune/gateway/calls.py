@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -27,8 +28,20 @@ from swarmtune.episodes import Episode, EpisodeError, UnknownEpisode
 from swarmtune.gateway.answers import AnswerTexts, certain_length, cut_at, plain_length, whole_message
 from swarmtune.gateway.auth import Keyring, bearer_key
 from swarmtune.gateway.control import STATUS, ControlRefused
-from swarmtune.gateway.dialect import Answer, CallInfo, Delta, Dialect, ModelCall, Refused, StreamEncoder, TokenLogprob
+from swarmtune.gateway.dialect import (
+    Answer,
+    CallInfo,
+    Delta,
+    Dialect,
+    ModelCall,
+    PromptTooLong,
+    Refused,
+    StreamEncoder,
+    TokenLogprob,
+)
 from swarmtune.gateway.dialects import DIALECTS
+from swarmtune.gateway.dialects.anthropic import AnthropicDialect
+from swarmtune.gateway.dialects.chat import ChatDialect
 from swarmtune.gateway.sse import Heartbeat, kept_alive, open_stream
 from swarmtune.protocol import Code
 from swarmtune.rendering.renderer import Renderer, TemplateRefused
@@ -40,6 +53,8 @@ if TYPE_CHECKING:
     from swarmtune.server import SwarmServer
 
 log = logging.getLogger(__name__)
+
+Serve = Callable[[Dialect, web.Request], Awaitable[web.StreamResponse]]
 
 BASES = ("/v1", "/v1/v1", "")
 """Where clients look for a route: some put /v1 before every path, some expect it in the address they were given."""
@@ -82,15 +97,18 @@ class ModelRoutes:
     def add_to(self, app: web.Application) -> None:
         for base in BASES:
             for path, dialect in DIALECTS.items():
-                app.router.add_post(f"{base}/{path}", self._handler(dialect()))
+                app.router.add_post(f"{base}/{path}", self._told_in(dialect(), self._serve))
+            app.router.add_post(f"{base}/messages/count_tokens", self._told_in(AnthropicDialect(), self._count))
             app.router.add_get(f"{base}/models", self.models, allow_head=False)
             app.router.add_get(f"{base}/models/{{name:.+}}", self.model, allow_head=False)
 
-    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _told_in(self, dialect: Dialect, serve: Serve) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler whose refusals are told in the dialect's own form."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                return await self._serve(dialect, request)
-            except Exception as error:  # noqa: BLE001 - the boundary: every refusal is told in the dialect's own form
+                return await serve(dialect, request)
+            except Exception as error:  # noqa: BLE001 - the boundary: one call's fault is told to its client alone
                 refusal = as_refusal(error)
                 return web.Response(
                     body=orjson.dumps(dialect.error(refusal)),
@@ -118,6 +136,7 @@ class ModelRoutes:
                 model=call.model or (run.info.model_name if run.info else ""),
                 created=int(time.time()),
                 prompt_tokens=len(choices[0].turn.prompt),
+                cached_tokens=cached_tokens(choices[0].turn),
             )
             exchange = Exchange(self._server, run, episode, session, call, info, choices, self._answer_texts(run))
             try:
@@ -168,12 +187,8 @@ class ModelRoutes:
         for turn in turns:
             room = run.info.context_length - len(turn.prompt)
             if room < 1:
-                raise Refused(
-                    Code.CONTEXT_LENGTH,
-                    f"This model's maximum context length is {run.info.context_length} tokens. However, your messages "
-                    f"resulted in {len(turn.prompt)} tokens. Please reduce the length of the messages.",
-                    param="prompt" if call.prompts else "messages",
-                    retry=False,
+                raise PromptTooLong(
+                    len(turn.prompt), run.info.context_length, param="prompt" if call.prompts else "messages"
                 )
             for n in range(call.n):
                 seed = session.seed_for(position, len(choices), asked=call.sampling.seed)
@@ -188,6 +203,14 @@ class ModelRoutes:
             self._texts = AnswerTexts(run.renderer)
         return self._texts
 
+    async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Tokens of the prompt that a call would have; nothing is recorded."""
+        run, episode = self._episode_of(request)
+        session = run.session(episode)
+        call = dialect.decode(read_body(await request.read()), request.headers)
+        turn = session.tracker.prepare(call.messages, call.tools)
+        return web.json_response({"input_tokens": len(turn.prompt)})
+
     # -- models
 
     async def models(self, request: web.Request) -> web.Response:
@@ -197,14 +220,14 @@ class ModelRoutes:
         return self._about_models(request, request.match_info["name"])
 
     def _about_models(self, request: web.Request, name: str | None) -> web.Response:
-        dialect = next(iter(DIALECTS.values()))()
+        dialect = AnthropicDialect() if "anthropic-version" in request.headers else ChatDialect()
         try:
             key = bearer_key(request.headers)
             if key is None or not self._keys.knows(key):
                 self._episode_of(request)
             run = self._server.live_run()
             served = run.info.model_name if run.info is not None else run.config.model
-            entry = {"id": name or served, "object": "model", "created": int(run.started_at), "owned_by": "swarmtune"}
+            entry = about_model(name or served, int(run.started_at))
             payload = (
                 entry
                 if name
@@ -258,7 +281,7 @@ class Exchange:
             except (ConnectionError, asyncio.CancelledError):
                 raise
             except Exception as error:  # noqa: BLE001 - a stream never breaks off in silence
-                await heartbeat.write(dialect.error_event(as_refusal(error)))
+                await heartbeat.write(encoder.error(as_refusal(error)))
         await response.write_eof()
         return response
 
@@ -398,7 +421,7 @@ class Exchange:
             finish_reason=choice.finish_reason,
             prompt_tokens=len(choice.turn.prompt),
             completion_tokens=len(choice.token_ids),
-            cached_tokens=choice.turn.base.length if choice.turn.base is not None else 0,
+            cached_tokens=cached_tokens(choice.turn),
             stop_string=choice.stop_string,
             logprobs=self._logprobs(choice) if self.call.logprobs else None,
         )
@@ -448,6 +471,20 @@ def read_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused(Code.BAD_REQUEST, f"the body must be a JSON object, not {type(body).__name__}", retry=False)
     return body
+
+
+def about_model(name: str, since: int) -> dict[str, Any]:
+    """One entry of /v1/models with the fields of both styles; each client reads its own."""
+    openai = {"id": name, "object": "model", "created": since, "owned_by": "swarmtune"}
+    return openai | {
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(since, UTC).isoformat(),
+    }
+
+
+def cached_tokens(turn: PreparedTurn) -> int:
+    return turn.base.length if turn.base is not None else 0
 
 
 def continued(session: Session, call: ModelCall) -> ModelCall:

@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol
 from swarmtune.protocol import Code
 from swarmtune.types import FinishReason, Message, ToolSpec
 
+DEFAULT_RETRY_AFTER_S = 5.0
+"""With a 429 or 503 that names no time: without the header some clients fall silent for minutes."""
+
 
 class Refused(Exception):
     """The call is refused: which code, which HTTP status, and a sentence that says how to fix it."""
@@ -42,9 +45,27 @@ class Refused(Exception):
         headers = {}
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
-        if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        wait_s = self.retry_after_s
+        if wait_s is None and self.status in (429, 503):
+            wait_s = DEFAULT_RETRY_AFTER_S
+        if wait_s is not None:
+            headers["Retry-After"] = str(max(1, round(wait_s)))
         return headers
+
+
+class PromptTooLong(Refused):
+    """The prompt leaves no room for an answer. Each dialect has its own words for it, which its clients look for."""
+
+    def __init__(self, prompt_tokens: int, maximum: int, *, param: str) -> None:
+        super().__init__(
+            Code.CONTEXT_LENGTH,
+            f"This model's maximum context length is {maximum} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            param=param,
+            retry=False,
+        )
+        self.prompt_tokens = prompt_tokens
+        self.maximum = maximum
 
 
 def unsupported(param: str, why: str) -> Refused:
@@ -156,6 +177,8 @@ class CallInfo:
     """Unix time, seconds."""
     prompt_tokens: int = 0
     """Of the first prompt, for dialects that say it before the answer."""
+    cached_tokens: int = 0
+    """Those of them that were continued rather than rendered."""
 
 
 class StreamEncoder(Protocol):
@@ -169,6 +192,10 @@ class StreamEncoder(Protocol):
 
     def close(self, answers: Sequence[Answer]) -> bytes:
         """Usage where asked, and the end mark."""
+        ...
+
+    def error(self, refusal: Refused) -> bytes:
+        """A refusal in place of the rest of the stream; the connection is closed after it."""
         ...
 
 
@@ -187,8 +214,4 @@ class Dialect(Protocol):
 
     def error(self, refusal: Refused) -> dict[str, Any]:
         """The body of a refusal."""
-        ...
-
-    def error_event(self, refusal: Refused) -> bytes:
-        """A refusal in the middle of a stream; the connection is closed after it."""
         ...

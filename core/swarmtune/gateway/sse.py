@@ -26,9 +26,9 @@ async def open_stream(request: web.Request, headers: dict[str, str] | None = Non
 
 
 @contextlib.asynccontextmanager
-async def kept_alive(response: web.StreamResponse, every_s: float = KEEP_ALIVE_S) -> AsyncIterator[Heartbeat]:
-    """While the block runs, a comment goes out after each `every_s` of silence."""
-    heartbeat = Heartbeat(response, every_s)
+async def kept_alive(response: web.StreamResponse) -> AsyncIterator[Heartbeat]:
+    """While the block runs, a comment goes out after each KEEP_ALIVE_S of silence."""
+    heartbeat = Heartbeat(response, KEEP_ALIVE_S)
     try:
         yield heartbeat
     finally:

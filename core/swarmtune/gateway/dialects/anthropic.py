@@ -13,6 +13,7 @@ from swarmtune.gateway.dialect import (
     CallInfo,
     Delta,
     ModelCall,
+    PromptTooLong,
     Refused,
     SamplingAsked,
     ToolChoice,
@@ -21,7 +22,6 @@ from swarmtune.gateway.dialect import (
 )
 from swarmtune.gateway.dialects.chat import turn_of_call
 from swarmtune.gateway.fields import boolean, integer, number, retry_count, stop_strings, string
-from swarmtune.protocol import Code
 from swarmtune.types import FinishReason, Message, ToolCall, ToolSpec
 
 _UNDERSTOOD = frozenset(
@@ -80,28 +80,29 @@ class AnthropicDialect:
 
     def whole(self, call: ModelCall, info: CallInfo, answers: Sequence[Answer]) -> dict[str, Any]:
         answer = answers[0]
-        return _envelope(info, answer.prompt_tokens) | {
+        return _envelope(info) | {
             "content": _content(answer),
             "stop_reason": _stop_reason(answer),
             "stop_sequence": answer.stop_string,
-            "usage": _usage(answer),
+            "usage": _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens),
         }
 
     def stream(self, call: ModelCall, info: CallInfo) -> AnthropicStream:
-        return AnthropicStream(info)
+        return AnthropicStream(self, info)
 
     def error(self, refusal: Refused) -> dict[str, Any]:
-        kind = _ERROR_TYPES.get(refusal.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": refusal.message, "code": refusal.code.value}}
-
-    def error_event(self, refusal: Refused) -> bytes:
-        return _event("error", self.error(refusal))
+        kind = _ERROR_TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
+        message = refusal.message
+        if isinstance(refusal, PromptTooLong):
+            message = f"prompt is too long: {refusal.prompt_tokens} tokens > {refusal.maximum} maximum"
+        return {"type": "error", "error": {"type": kind, "message": message, "code": refusal.code.value}}
 
 
 class AnthropicStream:
     """message_start, then blocks in order (thinking, text, tool calls), message_delta, message_stop."""
 
-    def __init__(self, info: CallInfo) -> None:
+    def __init__(self, dialect: AnthropicDialect, info: CallInfo) -> None:
+        self._dialect = dialect
         self._info = info
         self._index = -1
         self._open: str | None = None
@@ -130,20 +131,21 @@ class AnthropicStream:
             {
                 "type": "message_delta",
                 "delta": {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop_string},
-                "usage": _usage(answer),
+                "usage": _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens),
             },
         )
 
     def close(self, answers: Sequence[Answer]) -> bytes:
         return _event("message_stop", {"type": "message_stop"})
 
+    def error(self, refusal: Refused) -> bytes:
+        return _event("error", self._dialect.error(refusal))
+
     def _begin(self) -> bytes:
         if self._begun:
             return b""
         self._begun = True
-        return _event(
-            "message_start", {"type": "message_start", "message": _envelope(self._info, self._info.prompt_tokens)}
-        )
+        return _event("message_start", {"type": "message_start", "message": _envelope(self._info)})
 
     def _switch(self, kind: str, fields: dict[str, Any] | None = None, *, always: bool = False) -> bytes:
         """Open a block of `kind`, closing another one."""
@@ -175,7 +177,7 @@ def _event(name: str, payload: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
 
 
-def _envelope(info: CallInfo, prompt_tokens: int) -> dict[str, Any]:
+def _envelope(info: CallInfo) -> dict[str, Any]:
     return {
         "id": f"msg_{info.response_id}",
         "type": "message",
@@ -184,7 +186,7 @@ def _envelope(info: CallInfo, prompt_tokens: int) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+        "usage": _usage(info.prompt_tokens, info.cached_tokens, 0),
     }
 
 
@@ -223,12 +225,13 @@ def _stop_reason(answer: Answer) -> str:
     return "stop_sequence" if answer.stop_string else "end_turn"
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+    """`input_tokens` are those that no cache had."""
     return {
-        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": answer.cached_tokens,
-        "output_tokens": answer.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
     }
 
 
@@ -355,9 +358,3 @@ def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, t
             raise malformed("tool_choice", f"names {value.get('name')!r}, which is not among the tools")
         return "required", chosen
     raise malformed("tool_choice", "must be {type: auto | any | none} or {type: tool, name}")
-
-
-def too_long(prompt_tokens: int, maximum: int) -> Refused:
-    """The context refusal in the words Anthropic's clients look for."""
-    message = f"prompt is too long: {prompt_tokens} tokens > {maximum} maximum"
-    return Refused(Code.CONTEXT_LENGTH, message, param="messages", retry=False)

@@ -117,9 +117,6 @@ class ChatDialect:
     def error(self, refusal: Refused) -> dict[str, Any]:
         return error_body(refusal)
 
-    def error_event(self, refusal: Refused) -> bytes:
-        return event(error_body(refusal))
-
 
 class ChatStream:
     """Chunks: the role first, then text, then tool calls whole, then the finish reason; usage if asked; [DONE]."""
@@ -151,6 +148,9 @@ class ChatStream:
         if not self._call.include_usage:
             return DONE
         return event(self._head | {"choices": [], "usage": usage(answers, self._call.n)}) + DONE
+
+    def error(self, refusal: Refused) -> bytes:
+        return event(error_body(refusal))
 
     def _chunk(
         self,

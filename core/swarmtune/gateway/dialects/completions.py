@@ -75,9 +75,6 @@ class CompletionsDialect:
     def error(self, refusal: Refused) -> dict[str, Any]:
         return error_body(refusal)
 
-    def error_event(self, refusal: Refused) -> bytes:
-        return event(error_body(refusal))
-
 
 class CompletionsStream:
     def __init__(self, call: ModelCall, info: CallInfo) -> None:
@@ -100,6 +97,9 @@ class CompletionsStream:
         if not self._call.include_usage:
             return DONE
         return event(self._head | {"choices": [], "usage": usage(answers, self._call.n)}) + DONE
+
+    def error(self, refusal: Refused) -> bytes:
+        return event(error_body(refusal))
 
     def _chunk(
         self, choice: int, text: str, *, finish: str | None = None, logprobs: list[TokenLogprob] | None = None

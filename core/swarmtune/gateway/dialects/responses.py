@@ -104,10 +104,6 @@ class ResponsesDialect:
     def error(self, refusal: Refused) -> dict[str, Any]:
         return error_body(refusal)
 
-    def error_event(self, refusal: Refused) -> bytes:
-        payload = {"type": "error", "code": refusal.code.value, "message": refusal.message, "param": refusal.param}
-        return _line("error", payload | {"sequence_number": 0})
-
 
 class ResponsesStream:
     """created, in_progress, then each item added, filled and done, then completed (or incomplete) with everything."""
@@ -149,6 +145,16 @@ class ResponsesStream:
     def close(self, answers: Sequence[Answer]) -> bytes:
         response = self._dialect.whole(self._call, self._info, answers)
         return self._event(f"response.{response['status']}", {"response": response})
+
+    def error(self, refusal: Refused) -> bytes:
+        """Told twice: `error` is what the SDKs raise, with the fields where either of its known forms has them;
+        `response.failed` is what Codex ends by."""
+        said = {"code": refusal.code.value, "message": refusal.message}
+        body = self._dialect.error(refusal)
+        failed = _envelope(self._call, self._info) | {"status": "failed", "error": said}
+        events = self._begin()
+        events += self._event("error", said | {"param": refusal.param} | body)
+        return events + self._event("response.failed", {"response": failed})
 
     def _begin(self) -> bytes:
         if self._sequence >= 0:
