@@ -161,11 +161,11 @@ def spending_key(run: str, attempt: int) -> str:
 def wall_of_sessions(store: Store) -> float:
     """Seconds that leaders of this campaign have run so far: first to last event of each, by the boot clock."""
     total, first, last, boot = 0.0, None, 0.0, ""
-    for event in store.events():
-        if event.kind == "LEADER_STARTED" or event.boot != boot:
+    for kind, booted, moment in store.moments():
+        if kind == "LEADER_STARTED" or booted != boot:
             total += last - first if first is not None else 0.0
-            first, boot = event.boottime, event.boot
-        last = event.boottime
+            first, boot = moment, booted
+        last = moment
     return total + (last - first if first is not None else 0.0)
 
 

@@ -27,6 +27,7 @@ MARKS = {
     "FAILED": ("✗", "red"),
     "CANCELLED": ("–", "dim"),
 }
+DRAW_S = 1.0
 MOST_TITLE = 80
 WIDE_SEEDS = 6
 """More seeds than this are shown by their marks only."""
@@ -101,14 +102,14 @@ def budget_words(line: tuple[str, float, float | None]) -> str:
 
 
 class LiveView:
-    """A table that is drawn anew, at most four times a second."""
+    """A table that is drawn anew every DRAW_S: more often would cost the trainings CPU time."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
         self.drawn = 0.0
 
     def __call__(self, study: Study) -> None:
-        if time.monotonic() - self.drawn < 0.25 and study.state != "DONE":
+        if time.monotonic() - self.drawn < DRAW_S and study.state != "DONE":
             return
         self.drawn = time.monotonic()
         snap = snapshot.take(study.directory, study.store)

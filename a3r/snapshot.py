@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from a3r import supervisor as sv
-from a3r.goal import GoalLock
+from a3r.goal import Goal, GoalLock
 from a3r.leader import Decision, Plan, parse_step
 from a3r.store import Store, boot_id, boottime
 
@@ -54,8 +55,8 @@ def take(directory: Path, store: Store) -> Snapshot:
     facts, state = store.row("campaign", "facts"), store.row("campaign", "state")
     if facts is None or state is None:
         raise FileNotFoundError(f"{directory}: no study here")
-    goal = GoalLock.model_validate_json(json.dumps(facts["lock"])).goal
-    steps = [parse_step(r["answer"]) for r in store.table("plans").values() if r.get("answer")]
+    goal = _goal(json.dumps(facts["lock"], sort_keys=True))
+    steps = [_step(json.dumps(r["answer"], sort_keys=True)) for r in store.table("plans").values() if r.get("answer")]
     criterion = goal.question.criterion
     runs = [_view(directory, r, criterion.metric) for r in store.table("runs").values() if r["state"] != "SUPERSEDED"]
     hold = f"{state['hold']['kind'].replace('_', ' ')}: {state['hold']['reason']}" if state["hold"] else None
@@ -75,6 +76,16 @@ def take(directory: Path, store: Store) -> Snapshot:
         waits_for=_waits_for(store, state, waiting, hold),
         waiting_hash=waiting,
     )
+
+
+@lru_cache(maxsize=2)
+def _goal(text: str) -> Goal:
+    return GoalLock.model_validate_json(text).goal
+
+
+@lru_cache(maxsize=64)
+def _step(text: str) -> Plan | Decision:
+    return parse_step(json.loads(text))
 
 
 def _view(directory: Path, run: dict[str, Any], metric: str) -> RunView:
@@ -111,7 +122,7 @@ def last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _budget(store: Store, goal: Any) -> list[tuple[str, float, float | None]]:
+def _budget(store: Store, goal: Goal) -> list[tuple[str, float, float | None]]:
     from a3r.ledger import wall_of_sessions
 
     rows = list(store.table("spending").values())

@@ -1,14 +1,17 @@
-"""How well placement packs: 1,000 simulated runs of mixed sizes over 8 hosts with 8 GPUs each.
+"""How well placement packs, and what a leader costs.
 
-`python benchmarks/scheduler.py` prints, per workload, the share of the best possible packing bound that the schedule
-reaches, the longest wait of the largest gangs, and the time one placement decision takes.
+`python benchmarks/scheduler.py` prints, for 1,000 simulated runs of mixed sizes over 8 hosts with 8 GPUs each, the
+share of the best possible packing bound that the schedule reaches, the longest waits, and the time of one placement
+decision; then the CPU time that a leader takes from a second while it follows 2 and 64 live runs and draws its table.
 """
 
 from __future__ import annotations
 
 import heapq
+import io
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
 
 from a3r.placement import Request, Tenant, place
 
@@ -97,6 +102,50 @@ def simulate(jobs: list[Job]) -> Outcome:
     return Outcome(bound / at, at, max(waits.values()), max(gangs), double, 1000 * spent / calls)
 
 
+def leader_share(live_runs: int) -> float:
+    """CPU seconds per second of a leader that follows so many runs and draws them, with its default pace."""
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root / "core"), str(root / "tests" / "study")]
+    import campaigns
+
+    from a3r import live, snapshot
+    from a3r.attempts import Settings
+    from a3r.executor import Life, Sight
+
+    class StillRunning:
+        def check(self, host): ...
+        def start(self, handle, secrets): ...
+        def look(self, handle):
+            return Sight(Life.ALIVE, claim={})
+
+        def open_view(self, handle, processes): ...
+        def lost_view(self, handle):
+            return False
+
+    class ManySeeds(campaigns.SmallLeader):
+        def think(self, goal, history):
+            return self.stage(goal, 0, [1.0, 10.0], list(range(live_runs // 2)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        maker = campaigns.Maker(Path(folder))
+        directory = maker.create(hosts=maker.hosts(live_runs))
+        settings = Settings(view=False, approve_all=True)
+        study = maker.open(directory, settings, leader=ManySeeds())
+        study.executors["local"] = StillRunning()  # type: ignore[assignment]  # what a leader asks for, without processes
+        while len([a for a in study.open_attempts() if a["state"] == "RUNNING"]) < live_runs:
+            study.tick()
+        ticks, draws = round(1.0 / settings.tick_s), 1.0 / live.DRAW_S
+        console = Console(file=io.StringIO(), force_terminal=True, width=120)
+        began = time.process_time()
+        for _ in range(20):
+            for _ in range(ticks):
+                study.tick()
+            console.print(live.render(snapshot.take(directory, study.store)))
+        share = (time.process_time() - began) / 20 * draws
+        study.close()
+    return share
+
+
 def main() -> None:
     cases: dict[str, dict[str, Any]] = {
         "all at once, exact durations": dict(over_s=0.0, exact=True),
@@ -114,6 +163,8 @@ def main() -> None:
                 f"{name:34} {out.efficiency:9.3f} {out.makespan_s / 3600:11.1f} {out.longest_wait_s / 3600:11.1f} "
                 f"{out.longest_gang_wait_s / 3600:13.1f} {out.decision_ms:12.2f}"
             )
+    for live_runs in (2, 64):
+        print(f"leader with {live_runs} live runs: {100 * leader_share(live_runs):.2f} % of one core")
 
 
 if __name__ == "__main__":
