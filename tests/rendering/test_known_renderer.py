@@ -117,7 +117,7 @@ def test_loading_a_renderer_imports_neither_torch_nor_transformers(folder):
 
 
 def test_a_later_system_message_is_the_users_in_a_family_that_takes_one_only_at_the_beginning():
-    refusing = KnownRenderer(tiny_tokenizer(), "qwen3.5")
+    refusing = KnownRenderer(tiny_tokenizer(), "nemotron-3")
     rendered = refusing.render([SYSTEM, USER, SYSTEM, USER])
     text = refusing.decode(rendered.token_ids, special=True)
     assert text.count("<|im_start|>system") == 1 and text.count("<|im_start|>user") == 3
