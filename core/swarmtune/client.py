@@ -433,7 +433,8 @@ class AsyncSwarmClient:
             on_step: called in a thread with the record of each step done, before the next one is counted.
 
         Raises:
-            TrainingFailed: as many tasks in a row as a batch has, and at least 3, failed all their attempts.
+            TrainingFailed: within one step as many tasks as a batch has, and at least 3, had to be dropped.
+            ValueError: fewer tasks than a step takes, or two with one task_id.
             StartFailed, ServerUnreachable, TrainingFinished, AccessDenied
         """
         from swarmtune.feeder import Feeder

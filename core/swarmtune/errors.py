@@ -91,7 +91,7 @@ class StepMismatch(SwarmError):
 
 
 class TrainingFailed(SwarmError):
-    """The training loop gave up: too many tasks in a row could not be run. The cause is chained."""
+    """The training loop gave up: within one step too many tasks could not be run. The cause is chained."""
 
 
 _CLASS_OF: dict[Code, type[SwarmError]] = {

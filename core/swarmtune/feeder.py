@@ -40,6 +40,7 @@ _IDLE_S = 1.0
 """How long the feeder waits for a step before it asks the pool again why there is none."""
 _STEP_POLL_S = 15.0
 _AGREEMENT = frozenset({"all_clients_agree", "any_client_agrees"})
+_COUNTS_TASKS = frozenset({"task_count", "nonzero_variance_task_count"})
 _FATAL = (AccessDenied, BadConfig, ServerUnreachable, StartFailed)
 
 
@@ -109,8 +110,11 @@ class Feeder:
         self._running: dict[asyncio.Task[None], _Slot] = {}
         self._unfinished: dict[_Task, None] = {}
         self._planned_step = 0
+        self._planned_ids: set[str] = set()
+        self._deferred: list[tuple[int, int]] = []
+        """Drawn too early: (index, visit)."""
         self._agreed_step = 0
-        self._dropped_in_a_row = 0
+        self._dropped = 0
         self._step = 0
         self._stepped = asyncio.Event()
         self._records: list[StepRecord] = []
@@ -126,6 +130,11 @@ class Feeder:
         self._tasks_per_step = self._client.share or config.batch_tasks
         self._repeats = config.repeats
         self._policy = config.batching.policy
+        if self._policy in _COUNTS_TASKS and len(self._ids) < self._tasks_per_step:
+            raise ValueError(
+                f"tasks: {len(self._ids)} of them, but a step takes {self._tasks_per_step} different ones; "
+                "give more tasks, or lower batch_tasks"
+            )
         self._order = _order_of(len(self._tasks), config.seed if self._seed is None else self._seed)
         self._seed = config.seed if self._seed is None else self._seed
         self._step = (await self._client.status()).step
@@ -157,14 +166,32 @@ class Feeder:
         collecting = self._step + 1
         if self._planned_step < collecting:
             self._planned_step = collecting
+            self._dropped = 0
+            self._planned_ids = {task.task_id for task in self._unfinished}
             self._add_tasks(self._tasks_per_step - len(self._unfinished))
 
     def _add_tasks(self, count: int) -> None:
         for _ in range(count):
-            index, visit = next(self._order)
+            index, visit = self._next_task()
             task = _Task(self._tasks[index], self._ids[index], visit, self._repeats)
+            self._planned_ids.add(task.task_id)
             self._unfinished[task] = None
             self._pending.extend(_Slot(task, repeat, 0) for repeat in range(self._repeats))
+
+    def _next_task(self) -> tuple[int, int]:
+        """The next task of the order that the step does not have yet; one it has waits for the next step.
+
+        Two visits of a task may be close where one round through the tasks ends and the next begins. In one step they
+        would count as one task. Once a step has every task, tasks come again.
+        """
+        if len(self._planned_ids) >= len(self._ids):
+            self._planned_ids.clear()
+        for at, (index, _) in enumerate(self._deferred):
+            if self._ids[index] not in self._planned_ids:
+                return self._deferred.pop(at)
+        while self._ids[(drawn := next(self._order))[0]] in self._planned_ids:
+            self._deferred.append(drawn)
+        return drawn
 
     def _launch(self, bar: _ProgressBar) -> None:
         while self._pending and len(self._running) < self._parallel:
@@ -207,7 +234,6 @@ class Feeder:
         slot = self._running.pop(done)
         error = done.exception()
         if error is None:
-            self._dropped_in_a_row = 0
             slot.task.missing -= 1
             if slot.task.missing == 0:
                 self._unfinished.pop(slot.task, None)
@@ -233,12 +259,13 @@ class Feeder:
         """Give a task up and take another one for it.
 
         Raises:
-            TrainingFailed: nothing but failures for a whole batch.
+            TrainingFailed: this step has dropped a whole batch of tasks.
         """
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= max(3, self._tasks_per_step):
+        self._dropped += 1
+        if self._dropped >= max(3, self._tasks_per_step):
             raise TrainingFailed(
-                f"{self._dropped_in_a_row} tasks in a row failed {self._attempts} times each, the last with {error!r}"
+                f"{self._dropped} tasks of one step had an episode that failed {self._attempts} times, "
+                f"the last with {error!r}"
             ) from error
         log.warning("task %s is dropped for another one", task.task_id)
         del self._unfinished[task]

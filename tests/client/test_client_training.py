@@ -61,6 +61,21 @@ def test_two_runs_with_one_seed_begin_with_the_same_tasks_and_sampling_seeds(swa
     assert len({seed for _, seed in first}) == 6
 
 
+def test_a_step_never_gets_one_task_twice(swarm: SwarmClient) -> None:
+    """Also where one round through the tasks ends and the next begins: at steps 2, 4 and 5 of this one."""
+    swarm.start(scripted(batch_tasks=3, repeats=2))
+    records = swarm.train(TASKS[:5], echo_rollout, steps=8)
+    assert [record.metrics["episodes/tasks"] for record in records] == [3.0] * 8
+    assert [record.metrics["episodes/trained"] for record in records] == [6.0] * 8
+
+
+def test_a_step_may_need_every_task_and_not_more_than_there_are(swarm: SwarmClient) -> None:
+    swarm.start(scripted(batch_tasks=3))
+    assert len(swarm.train(TASKS[:3], echo_rollout, steps=3)) == 3
+    with pytest.raises(ValueError, match="3 different"):
+        swarm.train(TASKS[:2], echo_rollout, steps=4)
+
+
 def test_another_seed_takes_other_tasks(swarm: SwarmClient) -> None:
     def tasks_of(seed: int) -> set[str]:
         seen: set[str] = set()
@@ -117,6 +132,18 @@ def test_a_task_that_always_fails_is_replaced(swarm: SwarmClient) -> None:
     swarm.start(scripted(batch_tasks=2, repeats=2))
     records = swarm.train(["poison", "good", "better"], rollout, steps=2, attempts=2)
     assert [record.metrics["episodes/trained"] for record in records] == [4, 4]
+
+
+def test_a_task_that_cannot_be_replaced_ends_the_training(swarm: SwarmClient) -> None:
+    def rollout(task: str, episode: Episode) -> float:
+        if task == "poison":
+            raise ValueError("cannot be solved")
+        ask(episode)
+        return 1.0
+
+    swarm.start(scripted(batch_tasks=2, repeats=2))
+    with pytest.raises(TrainingFailed, match="cannot be solved"):
+        swarm.train(["poison", "good"], rollout, steps=1, attempts=1)
 
 
 def test_training_fails_with_the_cause_when_nothing_works(swarm: SwarmClient) -> None:
