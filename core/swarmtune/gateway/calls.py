@@ -25,7 +25,7 @@ from aiohttp import web
 from swarmtune.backend import BackendLost, ContextOverflow, GenerateFailed, RequestRefused
 from swarmtune.config import SamplingConfig
 from swarmtune.episodes import Episode, EpisodeError, UnknownEpisode
-from swarmtune.gateway.answers import AnswerTexts, certain_length, cut_at, plain_length, whole_message
+from swarmtune.gateway.answers import AnswerTexts, Splitter, cut_at, whole_message
 from swarmtune.gateway.auth import Keyring, bearer_key
 from swarmtune.gateway.control import STATUS, ControlRefused
 from swarmtune.gateway.dialect import (
@@ -64,28 +64,54 @@ Speak = Callable[[int, Delta], Awaitable[None]]
 
 
 @dataclass(slots=True)
+class Told:
+    """How much of an answer was given out."""
+
+    content: int = 0
+    """Characters."""
+    reasoning: int = 0
+    """Characters."""
+    calls: int = 0
+    logprobs: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls or self.logprobs)
+
+    def add(self, delta: Delta) -> Delta:
+        self.content += len(delta.content)
+        self.reasoning += len(delta.reasoning)
+        self.calls += len(delta.calls)
+        self.logprobs += len(delta.logprobs)
+        return delta
+
+    def rest_of(self, message: Message) -> Delta:
+        """What of a message was not given out."""
+        return Delta(
+            message.content[self.content :],
+            (message.reasoning or "")[self.reasoning :],
+            message.tool_calls[self.calls :],
+        )
+
+
+@dataclass(slots=True)
 class Choice:
     """One answer of a call: what is asked of the engine, and what has come of it."""
 
     turn: PreparedTurn
     sampling: SamplingParams
+    splitter: Splitter
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.ABORTED
     stop_string: str | None = None
-    told: int = 0
-    """Characters of content given out."""
-    pending: str = ""
-    """Text after those."""
-    held: bool = False
-    """The rest waits for the whole: a marker or a stop string was met."""
+    told: Told = field(default_factory=Told)
 
-    def forget(self) -> None:
+    def forget(self, splitter: Splitter) -> None:
         """What was sampled so far is lost with its engine."""
         self.token_ids, self.logprobs, self.versions, self.top = [], [], [], []
-        self.pending, self.held = "", False
+        self.splitter = splitter
 
 
 class ModelRoutes:
@@ -177,6 +203,7 @@ class ModelRoutes:
             Refused, TemplateRefused
         """
         assert run.info is not None and run.renderer is not None
+        texts = self._answer_texts(run)
         retry = call.retry_count > 0
         if call.prompts:
             ids = [p if isinstance(p, list) else run.renderer.encode(p) for p in call.prompts]
@@ -194,7 +221,7 @@ class ModelRoutes:
                 seed = session.seed_for(position, len(choices), asked=call.sampling.seed)
                 sampling = resolve_sampling(call, session.sampling, run.renderer.stop_token_ids, room, seed)
                 again = turn if n == 0 else replace(turn, turn_id=uuid4().hex, redelivery=None)
-                choices.append(Choice(again, sampling))
+                choices.append(Choice(again, sampling, texts.splitter(sampling.stop, raw=bool(call.prompts))))
         return choices
 
     def _answer_texts(self, run: Run) -> AnswerTexts:
@@ -295,17 +322,12 @@ class Exchange:
         """What deltas have not said, then the end mark."""
         out = b""
         for index, (choice, answer) in enumerate(zip(self.choices, answers, strict=True)):
-            rest = Delta(
-                answer.message.content[choice.told :], answer.message.reasoning or "", self._untold(choice, answer)
-            )
-            if rest.content or rest.reasoning or rest.logprobs:
+            untold = tuple(answer.logprobs or ())[choice.told.logprobs :]
+            rest = choice.told.add(replace(choice.told.rest_of(answer.message), logprobs=untold))
+            if rest:
                 out += encoder.delta(index, rest)
             out += encoder.finish(index, answer)
         await heartbeat.write(out + encoder.close(answers))
-
-    def _untold(self, choice: Choice, answer: Answer) -> tuple[TokenLogprob, ...]:
-        """A redelivered answer's logprobs: no chunk has told them."""
-        return tuple(answer.logprobs or ()) if choice.turn.redelivery is not None else ()
 
     # -- generating
 
@@ -339,8 +361,7 @@ class Exchange:
                     if chunk.top_logprobs:
                         choice.top += chunk.top_logprobs
                     if text is not None and speak is not None:
-                        choice.pending += text.push(chunk.token_ids)
-                        await self._tell(index, choice, len(chunk.token_ids), speak)
+                        await self._tell(index, choice, text.push(chunk.token_ids), speak)
                     if chunk.finish_reason is not None:
                         choice.finish_reason, choice.stop_string = chunk.finish_reason, chunk.stop_string
                 if choice.finish_reason is FinishReason.ABORTED:
@@ -356,29 +377,22 @@ class Exchange:
                         status=503,
                         retry_after_s=5.0,
                     ) from lost
-                choice.forget()
+                choice.forget(self.texts.splitter(choice.sampling.stop, raw=bool(self.call.prompts)))
                 self.server.report_lost(life, str(lost))
             finally:
                 await close_generation(chunks)
 
-    async def _tell(self, index: int, choice: Choice, fresh: int, speak: Speak) -> None:
-        """Give out what is certain, and the logprobs of the `fresh` last tokens."""
-        limit = self._certain(choice)
-        logprobs = self._logprobs(choice, len(choice.token_ids) - fresh) if self.call.logprobs else ()
-        if limit or logprobs:
-            delta = Delta(content=choice.pending[:limit], logprobs=tuple(logprobs))
-            choice.pending = choice.pending[limit:]
-            choice.told += limit
-            await speak(index, delta)
-
-    def _certain(self, choice: Choice) -> int:
-        """Characters of the pending text that can be given out."""
-        if choice.held or (self.texts.opens_reasoning and not self.call.prompts):
-            return 0
-        if self.call.prompts and not choice.sampling.stop:
-            return len(choice.pending)
-        limit, choice.held = certain_length(choice.pending, choice.sampling.stop)
-        return limit
+    async def _tell(self, index: int, choice: Choice, text: str, speak: Speak) -> None:
+        """Give out what has become certain with `text`, and the logprobs of tokens that were not told yet."""
+        reasoning, content = choice.splitter.push(text)
+        logprobs = self._logprobs(choice, choice.told.logprobs) if self.call.logprobs else ()
+        delta = Delta(content, reasoning, logprobs=tuple(logprobs))
+        if self.call.tools and choice.splitter.at_end_of_call:
+            message = self._message(choice, self.renderer.decode(choice.token_ids))
+            if len(message.tool_calls) > choice.told.calls:
+                delta = replace(choice.told.rest_of(message), logprobs=delta.logprobs)
+        if delta:
+            await speak(index, choice.told.add(delta))
 
     def _logprobs(self, choice: Choice, start: int = 0) -> list[TokenLogprob]:
         top = choice.top[start:] if choice.top else None
@@ -422,6 +436,7 @@ class Exchange:
             prompt_tokens=len(choice.turn.prompt),
             completion_tokens=len(choice.token_ids),
             cached_tokens=cached_tokens(choice.turn),
+            reasoning_tokens=self.texts.reasoning_tokens(choice.token_ids) if message.reasoning else 0,
             stop_string=choice.stop_string,
             logprobs=self._logprobs(choice) if self.call.logprobs else None,
         )
@@ -429,13 +444,12 @@ class Exchange:
     def _message(self, choice: Choice, text: str) -> Message:
         if self.call.prompts:
             return Message("assistant", cut_at(text, choice.stop_string), turn_id=choice.turn.turn_id)
-        plain = text[: plain_length(text, choice.sampling.stop)]
         return whole_message(
             self.renderer.parse(choice.token_ids, self.call.tools),
             text,
             choice.turn.turn_id,
             choice.stop_string,
-            "" if self.texts.opens_reasoning else plain,
+            self.texts.splitter(choice.sampling.stop, raw=False),
             one_call=not self.call.parallel_tool_calls,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from swarmtune.protocol import Code
-from swarmtune.types import FinishReason, Message, ToolSpec
+from swarmtune.types import FinishReason, Message, ToolCall, ToolSpec
 
 DEFAULT_RETRY_AFTER_S = 5.0
 """With a 429 or 503 that names no time: without the header some clients fall silent for minutes."""
@@ -153,6 +153,8 @@ class Answer:
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that were continued rather than rendered."""
+    reasoning_tokens: int = 0
+    """Those of the completion that were thinking."""
     stop_string: str | None = None
     logprobs: list[TokenLogprob] | None = None
 
@@ -163,7 +165,12 @@ class Delta:
 
     content: str = ""
     reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    """Whole calls with their ids, after those told before; no content comes after the first."""
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls or self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,7 @@ class StreamEncoder(Protocol):
     def delta(self, choice: int, delta: Delta) -> bytes: ...
 
     def finish(self, choice: int, answer: Answer) -> bytes:
-        """What deltas have not said: tool calls, the finish reason. Called once per choice."""
+        """The finish reason, once per choice; deltas have said everything else."""
         ...
 
     def close(self, answers: Sequence[Answer]) -> bytes:

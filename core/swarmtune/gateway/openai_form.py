@@ -40,4 +40,5 @@ def usage(answers: Sequence[Answer], n: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)},
     }

@@ -35,17 +35,11 @@ def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str | None, str]:
 
 
 def _split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    calls: list[ToolCall] = []
-
-    def take(match: re.Match[str]) -> str:
-        call = parse_call(match.group(1))
-        if call is None:
-            return match.group(0)
-        calls.append(call)
-        return ""
-
-    content = _CALL.sub(take, text)
-    return (content.strip() if calls else text), tuple(calls)
+    """Content and calls. Content is what stands before the first call: what a model says after it goes unheard."""
+    found = [(match.start(), call) for match in _CALL.finditer(text) if (call := parse_call(match.group(1)))]
+    if not found:
+        return text, ()
+    return text[: found[0][0]].strip(), tuple(call for _, call in found)
 
 
 def parse_call(text: str) -> ToolCall | None:

@@ -115,16 +115,16 @@ class AnthropicStream:
             events += self._switch("thinking") + self._block({"type": "thinking_delta", "thinking": delta.reasoning})
         if delta.content:
             events += self._switch("text") + self._block({"type": "text_delta", "text": delta.content})
+        for call in delta.calls:
+            events += self._switch("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            text = orjson.dumps(_input(call)).decode()
+            events += self._block({"type": "input_json_delta", "partial_json": text})
         return events
 
     def finish(self, choice: int, answer: Answer) -> bytes:
         events = self._begin()
         if not answer.message.tool_calls and not self._said_text:
             events += self._switch("text")
-        for call in answer.message.tool_calls:
-            events += self._switch("tool_use", {"id": call.id, "name": call.name, "input": {}}, always=True)
-            text = orjson.dumps(_input(call)).decode()
-            events += self._block({"type": "input_json_delta", "partial_json": text})
         events += self._close_block()
         return events + _event(
             "message_delta",
@@ -147,9 +147,9 @@ class AnthropicStream:
         self._begun = True
         return _event("message_start", {"type": "message_start", "message": _envelope(self._info)})
 
-    def _switch(self, kind: str, fields: dict[str, Any] | None = None, *, always: bool = False) -> bytes:
-        """Open a block of `kind`, closing another one."""
-        if self._open == kind and not always:
+    def _switch(self, kind: str, fields: dict[str, Any] | None = None) -> bytes:
+        """Open a block of `kind`, closing another one; each call has a block of its own."""
+        if self._open == kind and kind != "tool_use":
             return b""
         events = self._close_block()
         self._index += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ class ChatDialect:
 
 
 class ChatStream:
-    """Chunks: the role first, then text, then tool calls whole, then the finish reason; usage if asked; [DONE]."""
+    """Chunks: the role first, thinking and text, each tool call whole, the finish reason; usage if asked; [DONE]."""
 
     def __init__(self, call: ModelCall, info: CallInfo) -> None:
         self._call = call
@@ -130,6 +131,8 @@ class ChatStream:
             "model": info.model,
         }
         self._opened: set[int] = set()
+        self._calls: Counter[int] = Counter()
+        """Tool calls told, by choice."""
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         said: dict[str, Any] = {}
@@ -137,12 +140,16 @@ class ChatStream:
             said["reasoning_content"] = delta.reasoning
         if delta.content:
             said["content"] = delta.content
-        return self._chunk(choice, said, logprobs=list(delta.logprobs))
+        events = b""
+        if said or delta.logprobs:
+            events = self._chunk(choice, said, logprobs=list(delta.logprobs))
+        for call in delta.calls:
+            events += self._chunk(choice, {"tool_calls": [{"index": self._calls[choice]} | _called(call)]})
+            self._calls[choice] += 1
+        return events
 
     def finish(self, choice: int, answer: Answer) -> bytes:
-        calls = [{"index": at} | called for at, called in enumerate(_assistant(answer.message).get("tool_calls", ()))]
-        events = b"".join(self._chunk(choice, {"tool_calls": [called]}) for called in calls)
-        return events + self._chunk(choice, {}, finish=_finish(answer))
+        return self._chunk(choice, {}, finish=_finish(answer))
 
     def close(self, answers: Sequence[Answer]) -> bytes:
         if not self._call.include_usage:
@@ -280,11 +287,12 @@ def _assistant(message: Message) -> dict[str, Any]:
     if message.reasoning is not None:
         said["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        said["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in message.tool_calls
-        ]
+        said["tool_calls"] = [_called(call) for call in message.tool_calls]
     return said
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _logprobs(entries: list[TokenLogprob] | None) -> dict[str, Any]:

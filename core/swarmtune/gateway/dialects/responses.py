@@ -114,6 +114,7 @@ class ResponsesStream:
         self._info = info
         self._sequence = -1
         self._items = 0
+        self._calls = 0
         self._open: str | None = None
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
@@ -128,9 +129,13 @@ class ResponsesStream:
         if delta.content:
             events += self._enter("message")
             self._text += delta.content
-            self._logprobs.extend(delta.logprobs)
             said = {"delta": delta.content, "logprobs": _logprobs(delta.logprobs) if self._call.logprobs else []}
             events += self._part("response.output_text.delta", said)
+        self._logprobs.extend(delta.logprobs)
+        for called in delta.calls:
+            events += self._leave()
+            events += self._call_events(_call_item(self._call, self._info.response_id, self._calls, called))
+            self._calls += 1
         return events
 
     def finish(self, choice: int, answer: Answer) -> bytes:
@@ -138,8 +143,6 @@ class ResponsesStream:
         if not self._said_message and not answer.message.tool_calls:
             events += self._enter("message")
         events += self._leave()
-        for at, called in enumerate(answer.message.tool_calls):
-            events += self._call_events(_call_item(self._call, answer.turn_id, at, called))
         return events
 
     def close(self, answers: Sequence[Answer]) -> bytes:
@@ -193,7 +196,7 @@ class ResponsesStream:
             "response.output_item.done", {"output_index": self._items, "item": self._item(kind, [part], "completed")}
         )
         self._items += 1
-        self._open, self._text, self._logprobs = None, "", []
+        self._open, self._text = None, ""
         return events
 
     def _item(self, kind: str, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
@@ -312,7 +315,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens},
         "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
 
