@@ -66,7 +66,7 @@ ARITHMETIC = Script(
     rollout=rollout,
     defaults={
         "model": "smollm2-135m",
-        "steps": 12,
+        "steps": 10,
         "batch_tasks": 16,
         "repeats": 8,
         "parallel": 128,
