@@ -86,7 +86,7 @@ def test_killing_the_command_and_typing_it_again_goes_on(tmp_path):
     directory = tmp_path / "study"
     slow = tmp_path / "slow.md"
     (tmp_path / "simulated.yaml").write_text(
-        (ROOT / "blueprints" / "simulated.yaml").read_text().replace("step_s: 0.02", "step_s: 0.4")
+        (ROOT / "blueprints" / "simulated.yaml").read_text().replace("step_s: 0.02", "step_s: 3.0")
     )
     slow.write_text((GOALS / "compare.md").read_text().replace("../simulated.yaml", "simulated.yaml"))
     argv = [sys.executable, "-m", "a3r.cli", "research", str(slow), "--dir", str(directory), "--yes", "--no-windows"]
