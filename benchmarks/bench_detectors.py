@@ -4,7 +4,8 @@
 
 A history has 20 commits without a change and 40 more; each commit is measured by `--samples` runs with unit noise,
 and reruns are drawn afresh. Effects are in units of the noise of one run. Printed per cell: false alarms per 40
-commits, the share of changes confirmed, the delay in commits, how often the bisection names the right commit, and the extra runs.
+commits, the share of changes confirmed, the delay in commits, how often the bisection names the right commit, and the
+extra runs.
 """
 
 from __future__ import annotations

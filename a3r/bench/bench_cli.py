@@ -35,6 +35,7 @@ DEFAULT_DIR = Path("runs") / "bench"
 SuiteOption = Annotated[
     list[str] | None, typer.Option("--suite", help="A suite's name or file; default: every one in blueprints/suites.")
 ]
+TaskOption = Annotated[list[str] | None, typer.Option("--task", help="Only these tasks of the suites.")]
 DirOption = Annotated[Path, typer.Option("--dir", help="Where results live; keep it in git or an object store.")]
 RepoOption = Annotated[Path, typer.Option("--repo", help="The project.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines.")]
@@ -46,6 +47,7 @@ def run(
     commits: Annotated[str | None, typer.Option("--commits", help="The same as the argument.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Only so many commits, spread evenly.")] = None,
     suite: SuiteOption = None,
+    only: TaskOption = None,
     directory: DirOption = DEFAULT_DIR,
     repo: RepoOption = Path("."),
     dirty: Annotated[bool, typer.Option("--dirty", help="Measure HEAD with the uncommitted changes.")] = False,
@@ -55,7 +57,7 @@ def run(
     """Measure commits that have no results yet, and judge them."""
     from a3r.bench.report import markdown
 
-    with _session(suite, directory, repo) as session:
+    with _session(suite, only, directory, repo) as session:
         spec = commits or what
         patch = _patch_for(session, spec, dirty)
         selection = session.history.select(spec, steps, lambda c: all(session.settled(s, c) for s in session.suites))
@@ -78,6 +80,7 @@ def nightly(
     at: Annotated[str, typer.Option("--at", help="Time of day, local.")] = "02:00",
     once: Annotated[bool, typer.Option("--once", help="One night now, then end with its exit status.")] = False,
     suite: SuiteOption = None,
+    only: TaskOption = None,
     directory: DirOption = DEFAULT_DIR,
     repo: RepoOption = Path("."),
     branch: Annotated[
@@ -90,7 +93,7 @@ def nightly(
 
     results = Results(directory)
     try:
-        nights = Nights(results, parse_time(at), lambda: _one_night(suite, directory, repo, branch or "HEAD"))
+        nights = Nights(results, parse_time(at), lambda: _one_night(suite, only, directory, repo, branch or "HEAD"))
         with results.exclusive("nightly"):
             if once:
                 night = nights.run_once()
@@ -109,6 +112,7 @@ def compare(
     a: Annotated[str, typer.Argument(help="A commit.")],
     b: Annotated[str, typer.Argument(help="Another one.")],
     suite: SuiteOption = None,
+    only: TaskOption = None,
     directory: DirOption = DEFAULT_DIR,
     repo: RepoOption = Path("."),
     as_json: JsonOption = False,
@@ -120,7 +124,7 @@ def compare(
     from a3r.bench.compare import compare as compared
     from a3r.bench.session import short
 
-    with _session(suite, directory, repo, exclusive=False) as session:
+    with _session(suite, only, directory, repo, exclusive=False) as session:
         first, second = session.history.resolve(a), session.history.resolve(b)
         rows = compared(session, first, second)
     if not rows:
@@ -145,6 +149,7 @@ def compare(
 @app.command()
 def report(
     suite: SuiteOption = None,
+    only: TaskOption = None,
     directory: DirOption = DEFAULT_DIR,
     repo: RepoOption = Path("."),
     out: Annotated[Path | None, typer.Option("--out", help="Folder; default: report/ in --dir.")] = None,
@@ -153,7 +158,7 @@ def report(
     """Write report.html (self-contained), report.md, report.json and a badge."""
     from a3r.bench.report import write
 
-    with _session(suite, directory, repo, exclusive=False) as session:
+    with _session(suite, only, directory, repo, exclusive=False) as session:
         history = session.history.first_parents(session.history.resolve(tip))
         target = out or directory / "report"
         data = write(session, history, target, shlex.join(["a3r", *sys.argv[1:]]))
@@ -166,9 +171,9 @@ def bisect(
         str | None, typer.Argument(help="A commit before the change; default: from the last confirmed one.")
     ] = None,
     bad: Annotated[str | None, typer.Argument(help="A commit with it.")] = None,
-    task: Annotated[str | None, typer.Option(help="The task; default: the only one, or the confirmed one.")] = None,
-    metric: Annotated[str | None, typer.Option(help="The metric; likewise.")] = None,
+    metric: Annotated[str | None, typer.Option(help="The metric; default: the only one, or the confirmed one.")] = None,
     suite: SuiteOption = None,
+    only: TaskOption = None,
     directory: DirOption = DEFAULT_DIR,
     repo: RepoOption = Path("."),
 ) -> None:
@@ -176,11 +181,11 @@ def bisect(
     from a3r.bench.session import Exit, note_bisection, short
     from a3r.bench.verdicts import Change, Outcome
 
-    with _session(suite, directory, repo) as session:
+    with _session(suite, only, directory, repo) as session:
         session.measurer.tidy()
         if good is not None:
             base, head = session.history.resolve(good), session.history.resolve(bad or "HEAD")
-            series = _one_series(session, session.history.first_parents(head), task, metric)
+            series = _one_series(session, session.history.first_parents(head), metric)
             session.between(series.suite, base, head)
             finding = session.compare_fresh(series, base, head, Change.REGRESSION)
             if finding.outcome is not Outcome.CONFIRMED:
@@ -190,7 +195,7 @@ def bisect(
                 waits = finding.outcome is Outcome.PENDING
                 raise typer.Exit(int(Exit.NOT_MEASURED if waits else Exit.UNDECIDED))
         else:
-            series, finding = _last_confirmed(session, task, metric, Change.REGRESSION)
+            series, finding = _last_confirmed(session, metric, Change.REGRESSION)
         commit, located = session.bisect(series, finding)
         info = session.history.info(commit)
         words = f"{series.task.name} {series.name}: {short(commit)} {info.subject} ({info.author})"
@@ -207,14 +212,16 @@ def bisect(
 
 
 @contextmanager
-def _session(suite: list[str] | None, directory: Path, repo: Path, exclusive: bool = True) -> Iterator[Session]:
+def _session(
+    suite: list[str] | None, only: list[str] | None, directory: Path, repo: Path, exclusive: bool = True
+) -> Iterator[Session]:
     """Everything opened, with one place where what is wrong with the input becomes a message and exit status 2."""
     from contextlib import ExitStack
 
     from a3r.bench.commits import CommitError, History
     from a3r.bench.session import Session
     from a3r.bench.store import Busy, Results
-    from a3r.bench.suites import find_suites
+    from a3r.bench.suites import find_suites, only_tasks
     from a3r.strictyaml import FormatError
 
     try:
@@ -223,7 +230,7 @@ def _session(suite: list[str] | None, directory: Path, repo: Path, exclusive: bo
         with ExitStack() as stack:
             if exclusive:
                 stack.enter_context(results.exclusive())
-            yield Session(history, results, find_suites(suite or [], history.root), say=_say)
+            yield Session(history, results, only_tasks(find_suites(suite or [], history.root), only or []), say=_say)
     except (CommitError, Busy) as error:
         _fail(str(error))
     except FormatError as error:
@@ -247,12 +254,12 @@ def _patch_for(session: Session, spec: str, dirty: bool) -> bytes:
     return patch if dirty else b""
 
 
-def _one_night(suite: list[str] | None, directory: Path, repo: Path, branch: str) -> Night:
+def _one_night(suite: list[str] | None, only: list[str] | None, directory: Path, repo: Path, branch: str) -> Night:
     """Measure what is new, write the report, and sum it up."""
     from a3r.bench.nightly import Night
     from a3r.bench.report import markdown, write
 
-    with _session(suite, directory, repo) as session:
+    with _session(suite, only, directory, repo) as session:
         selection = session.history.select(
             "NEW", None, lambda c: all(session.settled(s, c) for s in session.suites), tip=branch
         )
@@ -272,19 +279,19 @@ def _confirmed(session: Session, summary) -> list[dict]:
     return found
 
 
-def _one_series(session: Session, history, task: str | None, metric: str | None) -> Series:
+def _one_series(session: Session, history, metric: str | None) -> Series:
     """The series that --task and --metric name, or the only one."""
     from a3r.bench.commits import CommitError
 
     every = [s for loaded in session.suites for s in session.series(loaded, history)]
-    named = [s for s in every if task in (None, s.task.name) and metric in (None, s.name)]
+    named = [s for s in every if metric in (None, s.name)]
     if len(named) != 1:
         names = ", ".join(f"{s.suite.name}/{s.task.name} {s.name}" for s in every)
         raise CommitError(f"{len(named)} metrics are meant; name one with --suite, --task and --metric: {names}")
     return named[0]
 
 
-def _last_confirmed(session: Session, task: str | None, metric: str | None, change: Change):
+def _last_confirmed(session: Session, metric: str | None, change: Change):
     """The newest confirmed regression on the checked-out history."""
     from a3r.bench.commits import CommitError
     from a3r.bench.verdicts import Outcome
@@ -294,7 +301,7 @@ def _last_confirmed(session: Session, task: str | None, metric: str | None, chan
         (history.index(f.commit), s, f)
         for loaded in session.suites
         for s in session.series(loaded, history)
-        if task in (None, s.task.name) and metric in (None, s.name)
+        if metric in (None, s.name)
         for f in s.findings
         if f.outcome is Outcome.CONFIRMED and f.change is change
     ]

@@ -1,8 +1,8 @@
 """One run of one task at one commit, under a supervisor, turned into a Result.
 
 A run that a killed benchmark has left is taken up again: finished, its result is taken; alive, it is waited for; dead
-or never begun, it is fenced and started anew. So a run counts once, whatever was killed. A run is invalid when a package
-under test came from outside the commit's worktree.
+or never begun, it is fenced and started anew. So a run counts once, whatever was killed. A run is invalid when a
+package under test came from outside the commit's worktree.
 """
 
 from __future__ import annotations
@@ -245,12 +245,13 @@ class Measurer:
         if missing:
             where = task.metrics[missing[0]].at.selector()
             return Result(**facts, status="failed", detail=f"no value of {missing[0]} at {where}")
+        known = {name: value for name, value in values.items() if value is not None}
         curves = {
             name: list(series)
             for name, metric in task.metrics.items()
             if len(series := observation.series.get(metric.source or name, ())) > 1
         }
-        return Result(**facts, status="ok", metrics=values, curves=curves)
+        return Result(**facts, status="ok", metrics=known, curves=curves)
 
 
 def free_ports(count: int) -> list[int]:

@@ -6,8 +6,8 @@ ones. Its thresholds are not part of the id: they can be judged anew over the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -142,6 +142,11 @@ class LoadedSuite:
     def name(self) -> str:
         return self.suite.name
 
+    def only(self, tasks: Collection[str]) -> LoadedSuite:
+        """The suite with some of its tasks; its id stays, so results are shared."""
+        kept = [t for t in self.suite.tasks if t.name in tasks]
+        return replace(self, suite=self.suite.model_copy(update={"tasks": kept}))
+
 
 def load_suite(path: Path) -> LoadedSuite:
     """Read a suite.
@@ -192,6 +197,20 @@ def find_suites(named: list[str], root: Path) -> list[LoadedSuite]:
             raise FormatError([Problem(str(folder), "holds no suite", "give one with --suite FILE")])
         return [load_suite(p) for p in paths]
     return [load_suite(_path_of(name, folder)) for name in named]
+
+
+def only_tasks(suites: list[LoadedSuite], tasks: list[str]) -> list[LoadedSuite]:
+    """Suites with the named tasks only; all tasks when none is named.
+
+    Raises:
+        FormatError: a name that no suite has.
+    """
+    known = [t.name for s in suites for t in s.suite.tasks]
+    for name in tasks:
+        if name not in known:
+            raise FormatError([Problem("--task", f"no task {name!r}", nearest_hint(name, known))])
+    chosen = [s.only(tasks) for s in suites] if tasks else suites
+    return [s for s in chosen if s.suite.tasks]
 
 
 def _path_of(name: str, folder: Path) -> Path:
