@@ -16,6 +16,10 @@ LIBERAL = CHATML.replace(
     "{% if message['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('the system message must be first') }}{% endif %}",
     "",
+).replace(
+    "+ message['content'] +",
+    "+ ('<think>' + message['reasoning_content'] + '</think>\n\n' if message['reasoning_content'] else '') "
+    "+ message['content'] +",
 )
 THINKING = LIBERAL.replace("<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>assistant\n<think>\n' }}{% endif %}")
 
@@ -85,7 +89,7 @@ def parse_events(text: str) -> list[tuple[str | None, Any]]:
 
 @pytest.fixture(scope="session")
 def liberal(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose template takes a system message anywhere."""
+    """A model whose template takes a system message anywhere and shows earlier thinking."""
     return str(chatml_model(tmp_path_factory.mktemp("liberal") / "chatml", LIBERAL, context=8192))
 
 
