@@ -65,11 +65,10 @@ class GenericRenderer:
     ) -> Rendered:
         text = self._template.text(messages, tools, generation_prompt=generation_prompt)
         cuts = self._cuts(text, [], messages, tools)
-        encoded = self._tokenizer.encode_with_offsets(text)
-        ends = [encoded.token_at(cut) for cut in cuts]
+        token_ids, ends = self._tokenizer.encode_cut(text, cuts)
         if not generation_prompt and ends:
-            ends[-1] = len(encoded.token_ids)
-        return Rendered(encoded.token_ids, spans_ending_at(ends))
+            ends[-1] = len(token_ids)
+        return Rendered(token_ids, spans_ending_at(ends))
 
     def extend(
         self,
@@ -177,11 +176,10 @@ class GenericRenderer:
         """
         mark = self._end_text
         lead = mark if mark and not text.startswith(mark) else ""
-        encoded = self._tokenizer.encode_with_offsets(lead + text)
+        token_ids, ends = self._tokenizer.encode_cut(lead + text, [cut + len(lead) for cut in cuts])
         sampled = bool(mark) and not lead and last_id in self.stop_token_ids
         skip = 1 if lead or sampled else 0
-        ends = [max(encoded.token_at(cut + len(lead)) - skip, 0) for cut in cuts]
-        return Rendered(encoded.token_ids[skip:], spans_ending_at(ends))
+        return Rendered(token_ids[skip:], spans_ending_at([max(end - skip, 0) for end in ends]))
 
     # what is learned of the template when the renderer is made
 

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer as FastTokenizer
 
+from swarmtune.rendering.pieces import piecewise
+
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens that are part of what an answer says, even where a tokenizer calls them special."""
 
@@ -33,6 +35,7 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer, config: dict[str, Any] | None = None) -> None:
         self._fast = fast
+        self._pieces = piecewise(fast)
         added = fast.get_added_tokens_decoder()
         self._hidden = {i for i, token in added.items() if token.special and token.content not in MARKERS}
         self.special_texts = {token.content: i for i, token in added.items() if token.special}
@@ -57,7 +60,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands: special tokens in it count, none are added."""
-        return self._fast.encode(text, add_special_tokens=False).ids
+        return (
+            self._fast.encode(text, add_special_tokens=False).ids if self._pieces is None else self._pieces.encode(text)
+        )
+
+    def encode_cut(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids of `text`, and for each cut (a character, ascending) the index of the first token at or after it."""
+        if self._pieces is not None:
+            return self._pieces.encode_cut(text, cuts)
+        encoded = self.encode_with_offsets(text)
+        return encoded.token_ids, [encoded.token_at(cut) for cut in cuts]
 
     def encode_with_offsets(self, text: str) -> Encoded:
         encoding = self._fast.encode(text, add_special_tokens=False)
