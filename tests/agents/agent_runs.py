@@ -33,11 +33,11 @@ def call(name: str, arguments: str, before: str = "") -> str:
 
 
 def found(pattern: str, sentence: str) -> Callable[[Conversation], str]:
-    """Says `sentence` with what the pattern's group last matched in the conversation."""
+    """Says `sentence`, with what the pattern's group last matched in the conversation in place of `{}`."""
 
     def line(messages: Conversation) -> str:
         hits = re.findall(pattern, "\n".join(message["content"] for message in messages))
-        return sentence.format(hits[-1] if hits else "nothing")
+        return sentence.replace("{}", hits[-1] if hits else "nothing")
 
     return line
 

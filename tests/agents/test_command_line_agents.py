@@ -129,7 +129,11 @@ def qwen(grant: EpisodeGrant, folder: Path) -> Play:
 def qwen_anthropic(grant: EpisodeGrant, folder: Path) -> Play:
     return Play(
         ["qwen", "--auth-type", "anthropic", "--model", "swarm", "--yolo", TASK],
-        {"ANTHROPIC_BASE_URL": grant.anthropic_base_url, "ANTHROPIC_API_KEY": grant.api_key, "ANTHROPIC_MODEL": "swarm"},
+        {
+            "ANTHROPIC_BASE_URL": grant.anthropic_base_url,
+            "ANTHROPIC_API_KEY": grant.api_key,
+            "ANTHROPIC_MODEL": "swarm",
+        },
         "read_file",
         json.dumps({"file_path": str(folder / "notes.txt")}),
         "anthropic",

@@ -25,7 +25,9 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
-RESPONSES_TOOLS = [{"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}]
+RESPONSES_TOOLS = [
+    {"type": "function", "name": "add", "description": "Adds.", "parameters": PARAMETERS, "strict": True}
+]
 ANTHROPIC_TOOLS = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
 LINES = (
     call("add", '{ "b": 25,"a" : 17 }', before=" Ich zähle. "),
@@ -119,18 +121,14 @@ async def responses_stateless(grant: EpisodeGrant) -> str:
         for item in answer.output:
             items.append(item)
             if item.type == "function_call":
-                items.append(
-                    {"type": "function_call_output", "call_id": item.call_id, "output": add(item.arguments)}
-                )
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": add(item.arguments)})
         last = await llm.responses.create(model="m", input=items, tools=RESPONSES_TOOLS, store=False)
         return last.output_text
 
 
 async def responses_continued(grant: EpisodeGrant) -> str:
     async with openai.AsyncOpenAI(base_url=grant.base_url, api_key=grant.api_key) as llm:
-        answer = await llm.responses.create(
-            model="m", input=QUESTION, tools=RESPONSES_TOOLS, previous_response_id=None
-        )
+        answer = await llm.responses.create(model="m", input=QUESTION, tools=RESPONSES_TOOLS, previous_response_id=None)
         results: list = [
             {"type": "function_call_output", "call_id": item.call_id, "output": add(item.arguments)}
             for item in answer.output
