@@ -6,6 +6,7 @@ Names follow the AgentJet paper (arXiv 2606.04484, section 3.4): a *block* is on
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -79,7 +80,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] | array[int]
+    """An int32 array is sent on without a copy per token; nobody changes it."""
     sampling: SamplingParams
     episode_id: str = ""
     """Routing hint: calls of one episode prefer the replica that has their prefix cached."""

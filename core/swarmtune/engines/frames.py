@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -74,7 +75,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
 def request_fields(request: GenerateRequest) -> Frame:
     return {
         "request_id": request.request_id,
-        "prompt": request.prompt_token_ids,
+        "prompt": array("i", request.prompt_token_ids).tobytes(),
         "sampling": _shallow(request.sampling),
         "episode_id": request.episode_id,
     }
@@ -84,9 +85,8 @@ def read_request(fields: Mapping[str, Any]) -> GenerateRequest:
     sampling = dict(fields["sampling"])
     sampling["stop"] = tuple(sampling["stop"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    return GenerateRequest(
-        fields["request_id"], fields["prompt"], SamplingParams(**sampling), episode_id=fields["episode_id"]
-    )
+    prompt = array("i", fields["prompt"]).tolist()
+    return GenerateRequest(fields["request_id"], prompt, SamplingParams(**sampling), episode_id=fields["episode_id"])
 
 
 def chunk_fields(call_id: int, chunk: GenerateChunk) -> list[Any]:

@@ -349,7 +349,7 @@ class Exchange:
         while True:
             backend, life = await self.server.serving()
             request = GenerateRequest(
-                choice.turn.turn_id, choice.turn.prompt.tolist(), choice.sampling, self.episode.episode_id
+                choice.turn.turn_id, choice.turn.prompt, choice.sampling, self.episode.episode_id
             )
             text = self.renderer.stream() if speak is not None else None
             chunks = backend.generate(request)

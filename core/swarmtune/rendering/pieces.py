@@ -12,7 +12,6 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import orjson
@@ -25,8 +24,6 @@ WORDS = 50_000
 LONGEST_WORD = 64
 LEARNED_SHARE = 32
 """Of this many words of a piece, one that is new is learned: to encode it alone costs as much as several in a row."""
-MOST_NEW_WORDS = 10
-"""Of this many words of a piece at most one may be new: with more, the piece is encoded in one go."""
 
 _SINGLE_SPACE = re.compile(r"(?<=\S) (?=\S)")
 
@@ -102,19 +99,31 @@ class PieceEncoder:
 
     def _from_words(self, piece: str) -> list[int]:
         head, *words = _SINGLE_SPACE.split(piece)
-        known = self._words
-        fresh = [word for word in words if word not in known]
+        fresh = [word for word in words if word not in self._words]
         if fresh:
             self._learn(fresh, 1 + len(words) // LEARNED_SHARE)
-            if len(fresh) * MOST_NEW_WORDS > len(words):
+            if len(fresh) * 2 > len(words):
                 return self._whole(piece)
-        first = self._heads.get(head)
-        if first is None:
-            first = self._whole(head)
+        out = [*self._head(head)]
+        known, run = self._words.get, []
+        for word in words:
+            ids = known(word)
+            if ids is None:
+                run.append(word)
+                continue
+            if run:
+                out += self._whole(" " + " ".join(run))
+                run = []
+            out += ids
+        return out + self._whole(" " + " ".join(run)) if run else out
+
+    def _head(self, head: str) -> list[int]:
+        found = self._heads.get(head)
+        if found is None:
+            found = self._whole(head)
             if len(head) <= LONGEST_WORD and len(self._heads) < WORDS:
-                self._heads[head] = first
-        get = known.get
-        return [*first, *chain.from_iterable([get(word) or self._whole(f" {word}") for word in words])]
+                self._heads[head] = found
+        return found
 
     def _learn(self, fresh: Sequence[str], count: int) -> None:
         if len(self._words) + count > WORDS:

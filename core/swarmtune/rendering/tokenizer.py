@@ -65,7 +65,7 @@ class Tokenizer:
         )
 
     def encode_cut(self, text: str, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of `text`, and for each cut (a character, ascending) the index of the first token at or after it."""
+        """Token ids of `text`, and for each cut (a character, ascending) the first token at or after it."""
         if self._pieces is not None:
             return self._pieces.encode_cut(text, cuts)
         encoded = self.encode_with_offsets(text)
