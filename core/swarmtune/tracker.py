@@ -717,13 +717,15 @@ class Tracker:
         """Whether a conversation is beside the episode's main one: a title, a memory, a summary.
 
         The main conversation is the one with tools, if any has them, and then the one with the most calls. A side call
-        has no tools where the main one has them, or another system prompt. A changed system prompt alone does not make
-        a side call: with the same tools and own turns in its history it is the main conversation going on.
+        has no tools where the main one has them, or another system prompt. One such change alone does not make a side
+        call: with own turns in its history it is the main conversation going on. Some agents offer tools no longer when
+        they ask for the last answer.
         """
         main = max([*self._profiles, profile], key=lambda p: (p.has_tools, self._profiles.get(p, 0)))
-        if main.has_tools and not profile.has_tools:
-            return True
-        return profile.system != main.system and not (resumes and profile.tools == main.tools)
+        other_system, tools_gone = profile.system != main.system, main.has_tools and not profile.has_tools
+        if resumes:
+            return other_system and profile.tools != main.tools
+        return other_system or tools_gone
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What tokens say: special tokens left out, trimmed. What `match: text` compares."""

@@ -210,6 +210,17 @@ def test_a_system_prompt_that_changes_in_mid_conversation_does_not_make_a_side_c
     assert not turn.side
 
 
+def test_a_conversation_that_goes_on_without_its_tools_is_no_side_call(tracker):
+    _, call, message = ask(tracker, [SYSTEM, USER], CALL, tools=LOOK)
+    turn, last, _ = ask(tracker, [SYSTEM, USER, message, Message("tool", "red")], "7")
+    assert not turn.side
+    result = merge(tracker)
+    assert result.report.left_out == {} and {i for s in result.samples for i in s.call_ids} == {
+        call.turn_id,
+        last.turn_id,
+    }
+
+
 def break_reasons(tracker):
     return [call.break_reason for call in tracker.calls]
 
