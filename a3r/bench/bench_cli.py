@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -238,6 +239,11 @@ def _session(
     except KeyboardInterrupt:
         _say("interrupted; the same command goes on")
         raise typer.Exit(130) from None
+    except typer.Exit:
+        raise
+    except Exception as error:  # noqa: BLE001 - Python's exit status 1 would read as a confirmed regression
+        traceback.print_exc()
+        _fail(f"{type(error).__name__}: {error}")
 
 
 def _patch_for(session: Session, spec: str, dirty: bool) -> bytes:

@@ -144,6 +144,8 @@ class Session:
     def _blocks(self, loaded: LoadedSuite, wanted: Sequence[str], history: Sequence[str]) -> Iterator[list[str]]:
         """Wanted commits as those that stand for them, in parts that are measured together; where the first of them
         has nothing before it to be compared with, its predecessor comes along."""
+        if not wanted:
+            return
         standing = list(dict.fromkeys(self.representative(loaded, c, history) for c in wanted))
         first = history.index(standing[0].partition("+")[0]) + ("+" in standing[0])
         if not any(self.complete(loaded, c) for c in history[:first]) and first > 0:

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench_project import CLIENT, SUITE, Project, git  # noqa: E402 - found through the line above
+from bench_project import CLIENT, SUITE, Project, git
 
 
 @pytest.fixture

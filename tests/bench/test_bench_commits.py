@@ -3,9 +3,9 @@
 import subprocess
 
 import pytest
+from bench_project import git
 
 from a3r.bench.commits import CommitError, History, matches
-from bench_project import git
 
 
 def pick(project, spec, steps=None, measured=lambda c: False):

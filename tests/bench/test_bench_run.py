@@ -5,11 +5,11 @@ import os
 import shutil
 
 import pytest
+from bench_project import git
 
 from a3r.bench.session import Exit
 from a3r.bench.store import Busy, Results
 from a3r.bench.verdicts import Change, Outcome
-from bench_project import git
 
 
 def finding(session, commit):
@@ -124,7 +124,9 @@ def test_a_module_from_outside_the_worktree_makes_the_result_invalid(project, tm
 
 
 def test_a_run_that_loads_no_module_under_test_proves_nothing(project):
-    client = (project.root / "client.py").read_text().replace("import subject", "class subject: SPEED, __file__ = 10, ''")
+    client = (
+        (project.root / "client.py").read_text().replace("import subject", "class subject: SPEED, __file__ = 10, ''")
+    )
     project.write("client.py", client)
     head = project.commit(10.05)
     project.run()
@@ -198,7 +200,11 @@ def test_a_changed_lock_file_gets_an_environment_of_its_own_and_an_equal_one_sha
 
 
 def test_a_second_benchmark_on_the_same_folder_is_refused(project):
-    with Results(project.folder).exclusive(), pytest.raises(Busy, match=str(os.getpid())), project.session().results.exclusive():
+    with (
+        Results(project.folder).exclusive(),
+        pytest.raises(Busy, match=str(os.getpid())),
+        project.session().results.exclusive(),
+    ):
         pass
 
 
