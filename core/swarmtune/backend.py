@@ -61,6 +61,8 @@ class BackendInfo:
     weight_version: int
     """Equals the step of the checkpoint loaded; 0 for a fresh model."""
     parameters: int = 0
+    constrains: bool = False
+    """Whether `SamplingParams.grammar` is obeyed."""
 
 
 class Backend(Protocol):

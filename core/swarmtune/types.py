@@ -75,6 +75,9 @@ class SamplingParams:
     top_logprobs: int = 0
     """Alternatives reported per position; the sampled token's own logprob always is."""
     ignore_eos: bool = False
+    grammar: str | None = None
+    """What the answer's text must obey: Lark as `llguidance` reads it, `%json {…}` for a JSON schema. Only for engines
+    whose `BackendInfo.constrains` says so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from swarmtune.testing import CHATML, LocalServer, chatml_model
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STRICT = {"name": "n", "strict": True, "schema": {"type": "object"}}
 LATER_SYSTEM = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": "be brief"}]}
 
 
@@ -95,6 +96,7 @@ async def test_a_malformed_body_is_400(local, body):
         ({"stop": [1]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 99}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.schema"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -110,8 +112,8 @@ async def test_a_wrong_field_is_400_and_named(local, fields, named):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": STRICT}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"logit_bias": {"50": 1}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"presence_penalty": -1}, "presence_penalty"),

@@ -28,6 +28,9 @@ class Engine(Protocol):
     context_length: int
     """Tokens of prompt plus answer that fit: the configured length, at most what the model was made for."""
 
+    constrains: bool
+    """Whether `SamplingParams.grammar` is obeyed; otherwise a request with one is refused."""
+
     @property
     def weight_version(self) -> int:
         """Of the weights in use: the step that made them."""

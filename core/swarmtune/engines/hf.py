@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from swarmtune.backend import GenerateFailed
 from swarmtune.config import TrainConfig
+from swarmtune.engines.constraint import Grammars, can_constrain
 from swarmtune.engines.engine import NamedTensors
 from swarmtune.engines.rolling import ATTENTION, Decode, Emission, RollingBatch
 from swarmtune.types import GenerateChunk, GenerateRequest
@@ -42,6 +43,7 @@ class HFEngine:
 
     def __init__(self, batch: RollingBatch, torch_thread: ThreadPoolExecutor) -> None:
         self.context_length = batch.context_length
+        self.constrains = batch.constrains
         self._batch = batch
         self._torch_thread = torch_thread
         self._streams: dict[str, asyncio.Queue[GenerateChunk | Exception]] = {}
@@ -57,13 +59,15 @@ class HFEngine:
         wanted = config.engine.context_length
         model = load_model(model_path, DTYPES[config.trainer.dtype], context_length=wanted)
         tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+        ends = eos_token_ids(model)
         batch = RollingBatch(
             model,
             max_batch=config.engine.max_batch,
             context_length=min(wanted, getattr(model.config, "max_position_embeddings", None) or wanted),
             decode=_decoder(tokenizer),
-            eos_token_ids=eos_token_ids(model),
+            eos_token_ids=ends,
             seed=config.seed,
+            grammars=Grammars(model_path / "tokenizer.json", ends) if ends and can_constrain() else None,
         )
         return cls(batch, torch_thread)
 

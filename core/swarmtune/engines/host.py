@@ -146,6 +146,7 @@ class EngineHost:
             "context_length": self._engine.context_length,
             "weight_version": step,
             "parameters": self._trainer.parameters,
+            "constrains": self._engine.constrains,
         }
 
     def _load(

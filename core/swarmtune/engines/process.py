@@ -80,6 +80,7 @@ class ProcessBackend:
             context_length=started["context_length"],
             weight_version=started["weight_version"],
             parameters=started["parameters"],
+            constrains=started["constrains"],
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:

@@ -24,8 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from swarmtune.backend import ContextOverflow, RequestRefused
+from swarmtune.engines.constraint import Constraint, Grammars
 from swarmtune.engines.kv_cache import BLOCK, Columns, PrefixStore, RowCache, TokenArray, WritePlan, common_prefix
-from swarmtune.engines.sampler import RowParams, Sampled, sample
+from swarmtune.engines.sampler import RowParams, Sampled, sample, sample_allowed
 from swarmtune.types import FinishReason, GenerateChunk, GenerateRequest
 
 ATTENTION = "swarmtune_grouped"
@@ -80,6 +81,7 @@ class Running:
     stop_token_ids: frozenset[int]
     stop_bytes: int
     """Length of the longest stop string; a match that ends now began at most so many tokens ago."""
+    constraint: Constraint | None = None
     cached: int = 0
     """Leading tokens of `context` whose keys and values are in its cache row."""
 
@@ -125,6 +127,7 @@ class RollingBatch:
         eos_token_ids: frozenset[int],
         seed: int = 0,
         weight_version: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model = model
         self.context_length = context_length
@@ -133,6 +136,7 @@ class RollingBatch:
         self._decode = decode
         self._eos = eos_token_ids
         self._seed = seed
+        self._grammars = grammars
         self._device = model.device
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # pyright: ignore[reportOptionalMemberAccess] - load_model checked
         self._group: int = model.config.num_attention_heads // (
@@ -146,6 +150,10 @@ class RollingBatch:
         self._waiting: deque[Running] = deque()
         self._inbox: deque[GenerateRequest | str] = deque()
         self._seen_prompts: Counter[bytes] = Counter()
+
+    @property
+    def constrains(self) -> bool:
+        return self._grammars is not None
 
     # From any thread.
 
@@ -229,6 +237,14 @@ class RollingBatch:
                 f"{len(prompt)} prompt tokens plus max_tokens {params.max_tokens} are more than the context of "
                 f"{self.context_length}; shorten the prompt or lower max_tokens"
             )
+        self._constraint(request)
+
+    def _constraint(self, request: GenerateRequest) -> Constraint | None:
+        if request.sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestRefused("this engine does not constrain answers; send no grammar")
+        return self._grammars.start(request.sampling.grammar)
 
     def _empty_inbox(self) -> None:
         while self._inbox:
@@ -247,6 +263,7 @@ class RollingBatch:
             draw=random.Random(self._own_seed(request) if sampling.seed is None else sampling.seed),
             stop_token_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
             stop_bytes=max((len(s.encode()) for s in sampling.stop), default=0),
+            constraint=self._constraint(request),
         )
 
     def _own_seed(self, request: GenerateRequest) -> int:
@@ -410,7 +427,8 @@ class RollingBatch:
             params = self._params = self._params or RowParams.of([r.request.sampling for r in rows], self._vocabulary)
         else:
             params = RowParams.of([r.request.sampling for r in rows], self._vocabulary)
-        drawn = sample(logits, params, [r.draw.random() for r in rows])
+        uniforms = [r.draw.random() for r in rows]
+        drawn = self._constrained(rows, logits, uniforms, sample(logits, params, uniforms))
         emissions: list[Emission] = []
         ended: set[Running] = set()
         for i, running in enumerate(rows):
@@ -422,6 +440,20 @@ class RollingBatch:
             if self._running[row] in ended:
                 self._leave(row)
         return emissions
+
+    def _constrained(
+        self, rows: Sequence[Running], logits_R_V: torch.Tensor, uniforms: Sequence[float], drawn: Sampled
+    ) -> Sampled:
+        """Tokens of rows with a grammar, drawn again from what it allows; logprobs stay those of the whole distribution."""
+        for row, running in enumerate(rows):
+            if running.constraint is None:
+                continue
+            allowed_V = running.constraint.allowed(self._vocabulary, running.stop_token_ids).to(logits_R_V.device)
+            params = RowParams.of([running.request.sampling], self._vocabulary)
+            token, logprob = sample_allowed(logits_R_V[row], allowed_V, params, uniforms[row])
+            running.constraint.take(token)
+            drawn.tokens[row], drawn.logprobs[row] = token, logprob
+        return drawn
 
     def _accept(self, running: Running, drawn: Sampled, row: int) -> GenerateChunk | Exception:
         logprob = drawn.logprobs[row]

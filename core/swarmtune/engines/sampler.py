@@ -8,7 +8,7 @@ parameters and its number alone, and a row costs one pass over the vocabulary. O
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,6 +82,21 @@ def sample(logits_R_V: torch.Tensor, params: RowParams, uniforms: Sequence[float
         top = weights.topk(min(params.top_logprobs, weights.shape[1]), dim=-1)
         top_ids, top_logprobs = top.indices.tolist(), (top.values.log() - log_total).tolist()
     return Sampled(tokens[:, 0].tolist(), logprobs[:, 0].tolist(), top_ids, top_logprobs)
+
+
+def sample_allowed(
+    logits_V: torch.Tensor, allowed_V: torch.Tensor, params: RowParams, uniform: float
+) -> tuple[int, float]:
+    """One row's token from the allowed ones, and its logprob among all. `params` are of this row alone.
+
+    Where top_p and top_k apply, they cut what is allowed.
+    """
+    cut_V = logits_V.float().masked_fill(~allowed_V, -torch.inf)
+    token = sample(cut_V.unsqueeze(0), replace(params, top_logprobs=0), [uniform]).tokens[0]
+    scaled_V = logits_V.float()
+    if params.temperature_R is not None:
+        scaled_V = scaled_V / params.temperature_R[0].to(scaled_V.device)
+    return token, float(scaled_V[token] - scaled_V.logsumexp(-1))
 
 
 def _invert(cumulative_R_V: torch.Tensor, uniform_R: torch.Tensor) -> torch.Tensor:

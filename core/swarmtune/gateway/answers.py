@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 
-from swarmtune.gateway.dialect import TokenLogprob
+from swarmtune.gateway.dialect import ModelCall, TokenLogprob
 from swarmtune.gateway.dialects.chat import call_id
+from swarmtune.gateway.grammar import PROBE, grammar_of
 from swarmtune.rendering.renderer import Renderer
-from swarmtune.types import Message
+from swarmtune.types import Message, ToolSpec
 
 MARKERS = (
     "<think",
@@ -183,6 +184,8 @@ class AnswerTexts:
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
         self._in_reasoning = renderer.parse(renderer.encode("thought")).reasoning is not None
+        opening = _END_THINK if self._in_reasoning else ""
+        self._tagged_calls = bool(renderer.parse(renderer.encode(opening + PROBE), [ToolSpec("probe")]).tool_calls)
         self._silent = any(len(renderer.encode(mark)) == 1 for mark in _CHANNEL_TOKENS)
         self._texts: dict[int, str] = {}
 
@@ -190,6 +193,9 @@ class AnswerTexts:
         if raw:
             return Splitter(stops, raw=True)
         return Splitter(stops, in_reasoning=self._in_reasoning, silent=self._silent)
+
+    def grammar(self, call: ModelCall) -> str | None:
+        return grammar_of(call, in_reasoning=self._in_reasoning, tagged_calls=self._tagged_calls)
 
     def reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         """How many tokens of an answer that thought were its thinking, the closing mark included."""

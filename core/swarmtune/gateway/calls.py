@@ -38,10 +38,12 @@ from swarmtune.gateway.dialect import (
     Refused,
     StreamEncoder,
     TokenLogprob,
+    unsupported,
 )
 from swarmtune.gateway.dialects import DIALECTS
 from swarmtune.gateway.dialects.anthropic import AnthropicDialect
 from swarmtune.gateway.dialects.chat import ChatDialect
+from swarmtune.gateway.grammar import unconstrained
 from swarmtune.gateway.sse import Heartbeat, kept_alive, open_stream
 from swarmtune.protocol import Code
 from swarmtune.rendering.renderer import Renderer, TemplateRefused
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Serve = Callable[[Dialect, web.Request], Awaitable[web.StreamResponse]]
+
+MAX_DEPTH = 128
+"""Nesting of a body: parts of it are written as JSON again, and writers have limits."""
 
 BASES = ("/v1", "/v1/v1", "")
 """Where clients look for a route: some put /v1 before every path, some expect it in the address they were given."""
@@ -156,7 +161,9 @@ class ModelRoutes:
         sampled = 0
         try:
             choices = self._prepare(run, session, call, position)
-            session.note(choices[0].turn.turn_id, call.dialect, call.sampling.said(), choices[0].sampling, call.ignored)
+            used = choices[0].sampling
+            ignored = call.ignored + unconstrained(call, used.grammar)
+            session.note(choices[0].turn.turn_id, call.dialect, call.sampling.said(), used, ignored)
             info = CallInfo(
                 response_id=choices[0].turn.turn_id,
                 model=call.model or (run.info.model_name if run.info else ""),
@@ -204,6 +211,8 @@ class ModelRoutes:
         """
         assert run.info is not None and run.renderer is not None
         texts = self._answer_texts(run)
+        grammar = texts.grammar(call) if run.info.constrains else None
+        refuse_unenforced(call, grammar)
         retry = call.retry_count > 0
         if call.prompts:
             ids = [p if isinstance(p, list) else run.renderer.encode(p) for p in call.prompts]
@@ -219,7 +228,7 @@ class ModelRoutes:
                 )
             for n in range(call.n):
                 seed = session.seed_for(position, len(choices), asked=call.sampling.seed)
-                sampling = resolve_sampling(call, session.sampling, run.renderer.stop_token_ids, room, seed)
+                sampling = resolve_sampling(call, session.sampling, run.renderer.stop_token_ids, room, seed, grammar)
                 again = turn if n == 0 else replace(turn, turn_id=uuid4().hex, redelivery=None)
                 choices.append(Choice(again, sampling, texts.splitter(sampling.stop, raw=bool(call.prompts))))
         return choices
@@ -348,9 +357,7 @@ class Exchange:
             return
         while True:
             backend, life = await self.server.serving()
-            request = GenerateRequest(
-                choice.turn.turn_id, choice.turn.prompt, choice.sampling, self.episode.episode_id
-            )
+            request = GenerateRequest(choice.turn.turn_id, choice.turn.prompt, choice.sampling, self.episode.episode_id)
             text = self.renderer.stream() if speak is not None else None
             chunks = backend.generate(request)
             try:
@@ -484,7 +491,20 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise Refused(Code.BAD_REQUEST, f"the body is not JSON: {error}", retry=False) from None
     if not isinstance(body, dict):
         raise Refused(Code.BAD_REQUEST, f"the body must be a JSON object, not {type(body).__name__}", retry=False)
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
+        raise Refused(Code.BAD_REQUEST, f"the body is nested deeper than {MAX_DEPTH} levels", retry=False)
     return body
+
+
+def deeper_than(value: Any, limit: int) -> bool:
+    """Whether JSON is nested deeper than `limit` objects and lists."""
+    level = [value]
+    for _ in range(limit):
+        inner = [v for holder in level for v in (holder.values() if type(holder) is dict else holder)]
+        level = [v for v in inner if type(v) is dict or type(v) is list]
+        if not level:
+            return False
+    return True
 
 
 def about_model(name: str, since: int) -> dict[str, Any]:
@@ -523,8 +543,23 @@ def continued(session: Session, call: ModelCall) -> ModelCall:
     return replace(call, messages=own[: call.instructions] + before + own[call.instructions :])
 
 
+def refuse_unenforced(call: ModelCall, grammar: str | None) -> None:
+    """Raises:
+    Refused: a strict schema that this engine cannot enforce. What is not strict is left to the model, and noted.
+    """
+    if grammar is None and call.format is not None and call.format.strict:
+        raise unsupported(
+            call.format.param, "this engine cannot enforce a schema; send strict: false to have it left to the model"
+        )
+
+
 def resolve_sampling(
-    call: ModelCall, episode: SamplingConfig, stop_token_ids: tuple[int, ...], room: int, seed: int | None
+    call: ModelCall,
+    episode: SamplingConfig,
+    stop_token_ids: tuple[int, ...],
+    room: int,
+    seed: int | None,
+    grammar: str | None,
 ) -> SamplingParams:
     """What the engine is asked: the request's wishes over the episode's, unless those are pinned; limits clamped."""
     asked = call.sampling
@@ -541,6 +576,7 @@ def resolve_sampling(
         seed=seed,
         top_logprobs=call.top_logprobs,
         ignore_eos=asked.ignore_eos and free,
+        grammar=grammar,
     )
 
 

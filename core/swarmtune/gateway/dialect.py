@@ -98,6 +98,17 @@ class SamplingAsked:
         return {k: v for k, v in pairs.items() if v is not None and v is not False and v != ()}
 
 
+@dataclass(frozen=True, slots=True)
+class JsonFormat:
+    """The answer is to be JSON that fits a schema."""
+
+    schema: dict[str, Any]
+    strict: bool
+    """Refuse the call rather than answer without enforcing the schema."""
+    param: str
+    """The field that asks for it."""
+
+
 @dataclass(slots=True)
 class ModelCall:
     """One request of a dialect, in the gateway's words."""
@@ -111,6 +122,7 @@ class ModelCall:
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    format: JsonFormat | None = None
     sampling: SamplingAsked = field(default_factory=SamplingAsked)
     n: int = 1
     """Answers per prompt."""

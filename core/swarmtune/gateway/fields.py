@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from swarmtune.gateway.dialect import SamplingAsked, malformed, unsupported
+from swarmtune.gateway.dialect import JsonFormat, SamplingAsked, malformed, unsupported
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
@@ -48,6 +48,16 @@ def string(value: Any, name: str) -> str:
     return value
 
 
+def text_or_none(value: Any) -> str | None:
+    """A string; anything else says nothing."""
+    return value if isinstance(value, str) else None
+
+
+def object_or_empty(value: Any) -> dict[str, Any]:
+    """A JSON object; anything else says nothing."""
+    return value if isinstance(value, dict) else {}
+
+
 def stop_strings(value: Any, name: str = "stop") -> tuple[str, ...] | None:
     """A string, a list of strings, or nothing; empty strings stop nothing and are left out."""
     if value is None:
@@ -79,7 +89,7 @@ def _part_text(part: Any, name: str) -> str:
     if not isinstance(part, dict):
         raise malformed(name, "must be an object with a type")
     kind = part.get("type", "text")
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise unsupported(name, f"parts of type {kind!r} cannot be shown to this model, which reads text only")
     return string(part.get("refusal" if kind == "refusal" else "text", ""), name)
 
@@ -89,6 +99,26 @@ def arguments_text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def json_format(value: Any, fields: Any, param: str) -> JsonFormat | None:
+    """The format that an answer is asked to have.
+
+    Args:
+        value: of the field `param`: `{"type": "json_schema", …}`, `{"type": "json_object"}`, or text.
+        fields: the object that holds schema and strict; None where there is none.
+    """
+    kind = object_or_empty(value).get("type", value)
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return JsonFormat({"type": "object"}, False, param)
+    if kind != "json_schema":
+        raise unsupported(param, f"{kind!r} is not one of text, json_object, json_schema")
+    schema = object_or_empty(fields).get("schema")
+    if not isinstance(schema, dict):
+        raise malformed(f"{param}.schema", "must be a JSON schema object")
+    return JsonFormat(schema, object_or_empty(fields).get("strict") is True, param)
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -115,7 +145,7 @@ def refuse_unhonoured(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, 
 def sampling_asked(body: Mapping[str, Any], max_tokens_names: Sequence[str]) -> SamplingAsked:
     """The sampling fields that the OpenAI-style dialects share."""
     stop_ids = body.get("stop_token_ids") or []
-    if not isinstance(stop_ids, list) or not all(isinstance(i, int) for i in stop_ids):
+    if not isinstance(stop_ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in stop_ids):
         raise malformed("stop_token_ids", "must be a list of token ids")
     limits = [limit for name in max_tokens_names if (limit := integer(body, name, 1)) is not None]
     return SamplingAsked(

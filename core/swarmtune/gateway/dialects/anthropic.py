@@ -21,11 +21,21 @@ from swarmtune.gateway.dialect import (
     unsupported,
 )
 from swarmtune.gateway.dialects.chat import turn_of_call
-from swarmtune.gateway.fields import boolean, integer, number, retry_count, stop_strings, string
+from swarmtune.gateway.fields import (
+    boolean,
+    integer,
+    json_format,
+    number,
+    object_or_empty,
+    retry_count,
+    stop_strings,
+    string,
+)
 from swarmtune.types import FinishReason, Message, ToolCall, ToolSpec
 
 _UNDERSTOOD = frozenset(
-    "model system messages tools tool_choice max_tokens temperature top_p top_k stop_sequences stream".split()
+    "model system messages tools tool_choice max_tokens temperature top_p top_k stop_sequences stream "
+    "output_config output_format".split()
 )
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -57,6 +67,7 @@ class AnthropicDialect:
         for at, item in enumerate(raw):
             messages.extend(_messages(item, f"messages[{at}]"))
         tools, left_out = _tools(body.get("tools"))
+        wanted = object_or_empty(body.get("output_config")).get("format") or body.get("output_format")
         choice, tools = _tool_choice(body.get("tool_choice"), tools)
         return ModelCall(
             dialect=self.name,
@@ -64,7 +75,8 @@ class AnthropicDialect:
             messages=tuple(messages),
             tools=tools,
             tool_choice=choice,
-            parallel_tool_calls=not (body.get("tool_choice") or {}).get("disable_parallel_tool_use", False),
+            parallel_tool_calls=not object_or_empty(body.get("tool_choice")).get("disable_parallel_tool_use", False),
+            format=json_format(wanted, wanted, "output_config.format"),
             sampling=SamplingAsked(
                 temperature=number(body, "temperature", 0.0, 2.0),
                 top_p=number(body, "top_p", 0.0, 1.0),
@@ -301,7 +313,7 @@ def _assistant(content: Any, name: str) -> Message:
     calls: list[ToolCall] = []
     turn_id: str | None = None
     for at, block in enumerate(content):
-        kind = block.get("type", "text") if isinstance(block, dict) else "text"
+        kind = str(block.get("type", "text")) if isinstance(block, dict) else "text"
         if kind == "thinking":
             reasoning.append(string(block.get("thinking", ""), f"{name}[{at}].thinking"))
             signed = _SIGNATURE.match(str(block.get("signature") or ""))
@@ -343,8 +355,8 @@ def _tools(value: Any) -> tuple[tuple[ToolSpec, ...], list[str]]:
 
 
 def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, tuple[ToolSpec, ...]]:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind in (None, "auto"):
+    kind = object_or_empty(value).get("type", value)
+    if kind is None or kind == "auto":
         return "auto", tools
     if kind == "none":
         return "none", ()
@@ -353,8 +365,9 @@ def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, t
             raise malformed("tool_choice", "'any' needs tools")
         return "required", tools
     if kind == "tool":
-        chosen = tuple(t for t in tools if t.name == value.get("name"))
+        name = object_or_empty(value).get("name")
+        chosen = tuple(t for t in tools if t.name == name)
         if not chosen:
-            raise malformed("tool_choice", f"names {value.get('name')!r}, which is not among the tools")
+            raise malformed("tool_choice", f"names {name!r}, which is not among the tools")
         return "required", chosen
     raise malformed("tool_choice", "must be {type: auto | any | none} or {type: tool, name}")

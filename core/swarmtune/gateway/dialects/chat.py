@@ -23,11 +23,14 @@ from swarmtune.gateway.fields import (
     arguments_text,
     boolean,
     integer,
+    json_format,
+    object_or_empty,
     refuse_unhonoured,
     retry_count,
     sampling_asked,
     string,
     text_content,
+    text_or_none,
 )
 from swarmtune.gateway.openai_form import DONE, error_body, event, usage
 from swarmtune.types import FinishReason, Message, Role, ToolCall, ToolSpec
@@ -67,7 +70,7 @@ class ChatDialect:
         if not isinstance(raw, list) or not raw:
             raise malformed("messages", "must be a list with at least one message")
         refuse_unhonoured(body)
-        _refuse_formats(body.get("response_format"))
+        wanted = body.get("response_format")
         if body.get("functions"):
             raise unsupported("functions", "this older form is not served; send the functions as `tools`")
         tools = _tools(body.get("tools"))
@@ -84,6 +87,7 @@ class ChatDialect:
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=boolean(body, "parallel_tool_calls", True),
+            format=json_format(wanted, object_or_empty(wanted).get("json_schema"), "response_format"),
             sampling=sampling_asked(body, ("max_completion_tokens", "max_tokens")),
             n=integer(body, "n", 1, MAX_CHOICES) or 1,
             logprobs=boolean(body, "logprobs") or top_logprobs > 0,
@@ -189,21 +193,21 @@ class ChatStream:
 def _message(item: Any, name: str) -> Message:
     if not isinstance(item, dict):
         raise malformed(name, "must be an object with role and content")
-    role = _ROLES.get(item.get("role", ""))
+    role = _ROLES.get(text_or_none(item.get("role")) or "")
     if role is None:
         raise malformed(f"{name}.role", f"{item.get('role')!r} is not one of {', '.join(_ROLES)}")
     content = text_content(item.get("content"), f"{name}.content")
     if role != "assistant":
-        identifier = item.get("tool_call_id") if role == "tool" else None
-        return Message(role, content, tool_call_id=identifier, name=item.get("name"))
+        identifier = text_or_none(item.get("tool_call_id")) if role == "tool" else None
+        return Message(role, content, tool_call_id=identifier, name=text_or_none(item.get("name")))
     calls = _calls(item.get("tool_calls"), f"{name}.tool_calls")
     reasoning = item.get("reasoning_content") or item.get("reasoning")
     return Message(
         role,
         content or text_content(item.get("refusal"), f"{name}.refusal"),
         tool_calls=calls,
-        reasoning=reasoning if isinstance(reasoning, str) else None,
-        name=item.get("name"),
+        reasoning=text_or_none(reasoning),
+        name=text_or_none(item.get("name")),
         turn_id=next((turn for c in calls if (turn := turn_of_call(c.id))), None),
     )
 
@@ -262,18 +266,12 @@ def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, t
             raise malformed("tool_choice", "'required' needs tools")
         return "required", tools
     if isinstance(value, dict) and value.get("type") == "function":
-        wanted = (value.get("function") or {}).get("name")
+        wanted = object_or_empty(value.get("function")).get("name")
         chosen = tuple(t for t in tools if t.name == wanted)
         if not chosen:
             raise malformed("tool_choice", f"names {wanted!r}, which is not among the tools")
         return "required", chosen
     raise malformed("tool_choice", "must be none, auto, required or {type: function, function: {name}}")
-
-
-def _refuse_formats(value: Any) -> None:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind not in (None, "text"):
-        raise unsupported("response_format", f"the engine cannot constrain an answer to {kind!r}; leave it out")
 
 
 def _finish(answer: Answer) -> str:

@@ -26,14 +26,25 @@ from swarmtune.gateway.dialect import (
     unsupported,
 )
 from swarmtune.gateway.dialects.chat import turn_of_call
-from swarmtune.gateway.fields import arguments_text, boolean, integer, retry_count, sampling_asked, string, text_content
+from swarmtune.gateway.fields import (
+    arguments_text,
+    boolean,
+    integer,
+    json_format,
+    object_or_empty,
+    retry_count,
+    sampling_asked,
+    string,
+    text_content,
+    text_or_none,
+)
 from swarmtune.gateway.openai_form import error_body
 from swarmtune.types import FinishReason, Message, Role, ToolCall, ToolSpec
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNDERSTOOD = frozenset(
     "model input instructions tools tool_choice parallel_tool_calls temperature top_p top_k max_output_tokens stop "
-    "stop_token_ids seed ignore_eos top_logprobs include stream previous_response_id store metadata".split()
+    "stop_token_ids seed ignore_eos top_logprobs include stream previous_response_id store metadata text".split()
 )
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_\d+)?\Z")
 _LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +65,8 @@ class ResponsesDialect:
         if not leading and not items and not previous:
             raise malformed("input", "must be a string or a list with at least one item")
         top_logprobs = integer(body, "top_logprobs", 0, 20) or 0
-        include = body.get("include") or []
+        include = body.get("include")
+        wanted = object_or_empty(body.get("text")).get("format")
         return ModelCall(
             dialect=self.name,
             model=str(body.get("model") or ""),
@@ -65,8 +77,9 @@ class ResponsesDialect:
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=boolean(body, "parallel_tool_calls", True),
+            format=json_format(wanted, wanted, "text.format"),
             sampling=sampling_asked(body, ("max_output_tokens",)),
-            logprobs=top_logprobs > 0 or _LOGPROBS in include,
+            logprobs=top_logprobs > 0 or (isinstance(include, list) and _LOGPROBS in include),
             top_logprobs=top_logprobs,
             stream=boolean(body, "stream"),
             include_usage=True,
@@ -424,7 +437,9 @@ def _read_item(conversation: _Conversation, item: dict[str, Any], name: str) -> 
         conversation.add(Message("tool", output, tool_call_id=str(item.get("call_id") or "")))
     elif kind == "reasoning":
         sealed_turn, sealed = _unseal(item.get("encrypted_content"))
-        shown = text_content([p | {"type": "text"} for p in item.get("content") or () if isinstance(p, dict)], name)
+        content = item.get("content")
+        parts = [p | {"type": "text"} for p in content if isinstance(p, dict)] if isinstance(content, list) else []
+        shown = text_content(parts, f"{name}.content")
         conversation.reasoning(turn or sealed_turn, shown or sealed)
     elif kind == "item_reference":
         raise unsupported(name, "references to stored items are not served; send the items, or previous_response_id")
@@ -434,7 +449,7 @@ def _read_item(conversation: _Conversation, item: dict[str, Any], name: str) -> 
 
 
 def _read_message(conversation: _Conversation, item: dict[str, Any], turn: str | None, name: str) -> None:
-    role = _ROLES.get(item.get("role", ""))
+    role = _ROLES.get(text_or_none(item.get("role")) or "")
     if role is None:
         raise malformed(f"{name}.role", f"{item.get('role')!r} is not one of {', '.join(_ROLES)}")
     text = text_content(item.get("content"), f"{name}.content")
@@ -481,7 +496,8 @@ def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, t
             raise malformed("tool_choice", "'required' needs tools")
         return "required", tools
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        names = {t.get("name") for t in value.get("tools") or () if isinstance(t, dict)}
+        listed = value.get("tools")
+        names = [t.get("name") for t in listed if isinstance(t, dict)] if isinstance(listed, list) else []
         chosen = tuple(t for t in tools if t.name in names)
         return ("required" if value.get("mode") == "required" else "auto"), chosen
     if isinstance(value, dict) and value.get("type") in ("function", "custom"):
