@@ -1,298 +1,335 @@
-"""What the gateway adds to a call, capture and journal on, beside the plain shape of a capturing proxy.
+"""What the gateway adds to a call, with capture and journal on, beside the plain shape of a capturing proxy.
 
-    python benchmarks/gateway.py                    # both, a table
-    python benchmarks/gateway.py --calls 2000 --model smollm2-135m
+    python benchmarks/gateway.py [--model smollm2-135m] [--rounds 5] [--only short many …]
 
-Ours: the whole server with the scripted engine, so only the gateway is measured; its engine answers at once, so all of
-the latency counts as added. The yardstick is written here: FastAPI, httpx and json in front of a canned upstream; what
-the upstream alone takes is subtracted. Load generator, server and upstream are processes that share the cores.
+Servers and loads are described in `gateway_servers.py`. Load generator, server and upstream share the machine's cores.
+Ours and the yardstick take turns, and of each figure the median of the rounds is told, so that a slow spell of the
+machine hits both. Our scripted engine is in the server's process and answers at once: all of our time counts as added,
+while of the yardstick's the time of the upstream alone is taken off. Processor time is user and system of the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import cycle, islice
 from pathlib import Path
 
-ANSWER_WORDS = 100
-PROMPT_WORDS = 500
+from gateway_load import Connected, Measured, converse, drive, question
+from gateway_servers import (
+    Running,
+    long_answer,
+    model_folder,
+    ours,
+    process,
+    serve_upstream,
+    serve_yardstick,
+    short_answer,
+    slow_answer,
+    text_of,
+)
+
+from swarmtune import models
+
+PROMPT, ANSWER = 500, 100
+"""Tokens of a short call."""
 
 
-def words(count: int, seed: int = 0) -> str:
-    """About `count` tokens of text."""
-    return " ".join(("one", "two", "tree", "house", "over", "under")[(seed + i * 7) % 6] for i in range(count))
+class Table:
+    def __init__(self) -> None:
+        print(f"{'':<66}{'wanted':>10}{'ours':>10}{'plain':>10}", flush=True)
+
+    def row(self, name: str, wanted: str, value: float, plain: float | None = None, digits: int = 2) -> None:
+        other = f"{plain:.{digits}f}" if plain is not None else ""
+        print(f"{name:<66}{wanted:>10}{value:>10.{digits}f}{other:>10}", flush=True)
 
 
-# -- the servers
-
-
-def report_cpu(pipe: Connection) -> None:
-    """Answer "cpu" with this process's processor seconds, until told to end."""
-    while pipe.recv() == "cpu":
-        pipe.send(time.process_time())
-
-
-def scripted_answer(messages, index: int) -> str:
-    return words(ANSWER_WORDS)
-
-
-def serve_ours(pipe: Connection, model: str, pace: float | None) -> None:
-    """Serve until told to end; sends (URL, keys of open episodes)."""
-
-    async def main() -> None:
-        from swarmtune.testing import LocalServer, chatml_model
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = model or str(chatml_model(Path(folder) / "model", context=32768))
-            script = scripted_answer if pace is None else lambda messages, index: "."
-            async with LocalServer(Path(folder) / "data", path, script=script) as local:
-                await local.boot(
-                    batch_tasks=512,
-                    repeats=512,
-                    **{"engine.context_length": 32768, "sampling.max_tokens": 1024, "engine.script_tokens_per_s": pace},
-                )
-                grants = [await local.claim(f"task {n}") for n in range(64)]
-                pipe.send((local.url, [g.api_key for g in grants]))
-                await asyncio.to_thread(report_cpu, pipe)
-                for grant in grants:
-                    await local.end(grant.episode_id)
-                pipe.send(None)
-
-    asyncio.run(main())
-
-
-def serve_upstream(pipe: Connection) -> None:
-    """A canned chat completion, as fast as aiohttp gives it."""
-    from aiohttp import web
-
-    answer = {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "choices": [
-            {"index": 0, "message": {"role": "assistant", "content": words(ANSWER_WORDS)}, "finish_reason": "stop"}
-        ],
-        "usage": {"prompt_tokens": PROMPT_WORDS, "completion_tokens": ANSWER_WORDS, "total_tokens": 600},
-        "prompt_token_ids": list(range(PROMPT_WORDS)),
-        "token_ids": list(range(ANSWER_WORDS)),
-        "logprobs": [-0.1] * ANSWER_WORDS,
-    }
-    body = json.dumps(answer).encode()
-
-    async def handle(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=body, content_type="application/json")
-
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", handle)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        pipe.send((f"http://127.0.0.1:{runner.addresses[0][1]}", ["-"]))
-        await asyncio.to_thread(report_cpu, pipe)
-        pipe.send(None)
-
-    asyncio.run(main())
-
-
-def serve_yardstick(pipe: Connection, upstream: str) -> None:
-    """The plain shape: decode with json, capture, forward with httpx, decode, encode with json."""
-    import httpx
-    import uvicorn
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
-
-    app = FastAPI()
-    captured: list[dict] = []
-    client = httpx.AsyncClient(base_url=upstream, timeout=60, limits=httpx.Limits(max_connections=256))
-
-    async def chat(request) -> JSONResponse:
-        body = await request.json()
-        answer = (await client.post("/v1/chat/completions", json=body)).json()
-        captured.append({"request": body, "answer": answer})
-        visible = {k: v for k, v in answer.items() if k not in ("prompt_token_ids", "token_ids", "logprobs")}
-        return JSONResponse(visible)
-
-    chat.__annotations__["request"] = Request  # imported here, so FastAPI cannot look the name up
-    app.post("/v1/chat/completions")(chat)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-
-    async def main() -> None:
-        serving = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells it by a flag only
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        pipe.send((f"http://127.0.0.1:{port}", ["-"]))
-        await asyncio.to_thread(report_cpu, pipe)
-        pipe.send(None)
-        server.should_exit = True
-        await serving
-
-    asyncio.run(main())
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
 
 
 @contextmanager
-def running(serve: Callable[..., None], *arguments):
-    """(URL, keys, its processor seconds so far) of a server in a process of its own."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, *arguments), daemon=True)
-    process.start()
-    if not ours.poll(60):
-        raise SystemExit(f"{serve.__name__} did not start")
-    try:
-
-        def cpu_s() -> float:
-            ours.send("cpu")
-            return ours.recv()
-
-        yield *ours.recv(), cpu_s
-    finally:
-        ours.send("end")
-        ours.poll(30)
-        process.terminate()
-        process.join(10)
+def plain_shape() -> Iterator[tuple[Running, Running]]:
+    """(upstream, yardstick before it)."""
+    with process(serve_upstream) as upstream, process(serve_yardstick, upstream.url) as yardstick:
+        yield upstream, yardstick
 
 
-# -- the load
+def run(
+    url: str, keys: Sequence[str], calls: int, concurrency: int, tokens: int = PROMPT, stream: bool = False
+) -> Measured:
+    work = [(key, question(tokens, stream=stream)) for key in islice(cycle(keys), calls)]
+    return asyncio.run(drive(url, work, concurrency))
 
 
-@dataclass(slots=True)
-class Result:
-    p50_ms: float
-    p99_ms: float
-    calls_per_s: float
-    first_byte_ms: float = 0.0
+# -- the lines
 
 
-class Client:
-    """One keep-alive connection, written by hand so that the load costs little beside what it measures."""
-
-    def __init__(self, url: str, key: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._where = (host, int(port))
-        self._key = key
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    async def connect(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection(*self._where, limit=2**22)
-
-    async def call(self, body: bytes) -> tuple[float, float]:
-        """Seconds to the first byte of the body and to the last."""
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer {self._key}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        began = time.perf_counter()
-        self._writer.write(head.encode() + body)
-        headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        if b" 200 " not in headers[:20]:
-            raise SystemExit(f"refused: {headers.decode()} {(await self._reader.read(500)).decode()}")
-        first = 0.0
-        if b"chunked" in headers:
-            while size := int(await self._reader.readline(), 16):
-                await self._reader.readexactly(size + 2)
-                first = first or time.perf_counter() - began
-            await self._reader.readline()
-        else:
-            length = int(headers.split(b"content-length:")[1].split(b"\r\n")[0])
-            await self._reader.readexactly(length)
-            first = time.perf_counter() - began
-        return first, time.perf_counter() - began
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-NUMBERS = itertools.count()
-"""No two calls of a run ask the same."""
-
-
-def body_of(number: int, prompt_words: int, stream: bool) -> bytes:
-    content = f"call {number}: {words(prompt_words, number)}"
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "stream": stream}).encode()
-
-
-async def load(
-    url: str, keys: list[str], *, calls: int, concurrency: int, prompt_words: int = PROMPT_WORDS, stream: bool = False
-) -> Result:
-    clients = [Client(url, keys[n % len(keys)]) for n in range(concurrency)]
-    await asyncio.gather(*(c.connect() for c in clients))
-    bodies = iter([body_of(next(NUMBERS), prompt_words, stream) for _ in range(calls)])
-    times: list[tuple[float, float]] = []
-
-    async def drive(client: Client) -> None:
-        for body in bodies:
-            times.append(await client.call(body))
-
-    began = time.perf_counter()
-    await asyncio.gather(*(drive(c) for c in clients))
-    took = time.perf_counter() - began
-    for client in clients:
-        client.close()
-    whole = sorted(t for _, t in times)
-    return Result(
-        p50_ms=statistics.median(whole) * 1000,
-        p99_ms=whole[min(len(whole) - 1, int(len(whole) * 0.99))] * 1000,
-        calls_per_s=len(whole) / took,
-        first_byte_ms=statistics.median(f for f, _ in times) * 1000,
+def short(folder: Path, rounds: int, table: Table) -> None:
+    """One call at a time."""
+    calls = 200
+    with ours(folder, short_answer) as server, plain_shape() as (upstream, yardstick):
+        keys = [key for _, key in server.claim(64)]
+        for url in (server.url, upstream.url, yardstick.url):
+            run(url, keys, 600, 4)
+        mine, cpu, plain, plain_cpu, bare, streamed = [], [], [], [], [], []
+        for _ in range(rounds):
+            before = server.cpu_s()
+            mine.append(run(server.url, keys, calls, 1))
+            cpu.append((server.cpu_s() - before) / calls * 1000)
+            before = yardstick.cpu_s()
+            plain.append(run(yardstick.url, keys, calls, 1))
+            plain_cpu.append((yardstick.cpu_s() - before) / calls * 1000)
+            bare.append(run(upstream.url, keys, calls, 1))
+            streamed.append(run(server.url, keys, calls, 1, stream=True))
+    alone = median([m.p50_ms for m in bare])
+    row = table.row
+    row(
+        "500 + 100 tokens, 1 at a time: added, p50 ms",
+        "<= 1.0",
+        *(median([m.p50_ms for m in s]) - less for s, less in ((mine, 0), (plain, alone))),
     )
+    row(
+        "  best round",
+        "",
+        *(min(m.p50_ms for m in s) - less for s, less in ((mine, 0), (plain, min(m.p50_ms for m in bare)))),
+    )
+    row("  p99 ms", "", *(median([m.p99_ms for m in s]) - less for s, less in ((mine, 0), (plain, alone))))
+    row("  processor time of the server per call, ms", "", median(cpu), median(plain_cpu))
+    row("  streamed: first byte, p50 ms", "<= 3", median([m.first_byte_ms for m in streamed]))
+
+
+def many(folder: Path, rounds: int, table: Table) -> None:
+    """64 calls at a time."""
+    calls = 640
+    with ours(folder, short_answer) as server, plain_shape() as (upstream, yardstick):
+        keys = [key for _, key in server.claim(64)]
+        for url in (server.url, yardstick.url):
+            run(url, keys, 640, 64)
+        mine, cpu, plain, plain_cpu = [], [], [], []
+        for _ in range(rounds):
+            before = server.cpu_s()
+            mine.append(run(server.url, keys, calls * 2, 64))
+            cpu.append((server.cpu_s() - before) / calls / 2 * 1000)
+            before = yardstick.cpu_s()
+            plain.append(run(yardstick.url, keys, calls, 64))
+            plain_cpu.append((yardstick.cpu_s() - before) / calls * 1000)
+    row = table.row
+    row("64 at a time: calls/s", ">= 1000", *(median([m.per_s for m in s]) for s in (mine, plain)), digits=0)
+    row("  best round", "", *(max(m.per_s for m in s) for s in (mine, plain)), digits=0)
+    row(
+        "  times the plain shape's, median of the rounds",
+        ">= 5",
+        median([a.per_s / b.per_s for a, b in zip(mine, plain, strict=True)]),
+    )
+    row("  p50 ms", "", *(median([m.p50_ms for m in s]) for s in (mine, plain)))
+    row("  p99 / p50", "<= 3", *(median([m.p99_ms / m.p50_ms for m in s]) for s in (mine, plain)))
+    row("  processor time of the server per call, ms", "", median(cpu), median(plain_cpu))
+
+
+def slow(folder: Path, rounds: int, table: Table) -> None:
+    """64 in flight on an engine that takes a second."""
+    with ours(folder, slow_answer, **{"engine.script_tokens_per_s": 2.0}) as server, plain_shape() as (_, yardstick):
+        keys = [key for _, key in server.claim(64)]
+        run(server.url, keys, 64, 64)
+        run(yardstick.url, keys, 64, 64)
+        mine, plain = [], []
+        for _ in range(rounds):
+            mine.append(run(server.url, keys, 192, 64))
+            plain.append(run(f"{yardstick.url}/slow", keys, 192, 64))
+    table.row(
+        "64 in flight on an engine that takes 1 s: added, p99 ms",
+        "<= 20",
+        *(median([m.p99_ms for m in s]) - 1000 for s in (mine, plain)),
+    )
+    table.row("  best round", "", *(min(m.p99_ms for m in s) - 1000 for s in (mine, plain)))
+    table.row("  p50 ms", "", *(median([m.p50_ms for m in s]) - 1000 for s in (mine, plain)))
+
+
+def long(folder: Path, rounds: int, table: Table) -> None:
+    """16,000 + 1,000 tokens: going on with a conversation (each call another last message), and prompts never seen."""
+    with ours(folder, long_answer) as server, plain_shape() as (_, yardstick):
+        keys = [key for _, key in server.claim(16)]
+        histories = [history_of(server.url, key) for key in keys]
+
+        def going_on(count: int) -> list[tuple[str, bytes]]:
+            return [(keys[n % 16], question(200, history=histories[n % 16])) for n in range(count)]
+
+        mine, plain, fresh = [], [], []
+        asyncio.run(drive(server.url, going_on(32), 16))
+        for _ in range(rounds):
+            mine.append(asyncio.run(drive(server.url, going_on(200), 16)))
+            plain.append(asyncio.run(drive(f"{yardstick.url}/long", going_on(100), 16)))
+            fresh.append(run(server.url, keys, 50, 16, tokens=16_000))
+    table.row(
+        "16,000 + 1,000 tokens, 16 at a time, going on: calls/s",
+        ">= 200",
+        *(median([m.per_s for m in s]) for s in (mine, plain)),
+        digits=0,
+    )
+    table.row("  best round", "", *(max(m.per_s for m in s) for s in (mine, plain)), digits=0)
+    table.row("  prompts of which nothing was seen before: calls/s", "", median([m.per_s for m in fresh]), digits=0)
+
+
+def history_of(url: str, key: str) -> list[dict[str, str]]:
+    """A conversation of about 15,800 tokens that the server has answered: 15 answers of 1,000."""
+
+    async def talk() -> list[dict[str, str]]:
+        connection = Connected(url)
+        await connection.open()
+        messages = [{"role": "system", "content": text_of(200, 0)}]
+        for number in range(15):
+            messages.append({"role": "user", "content": text_of(40, number)})
+            _, _, answer = await connection.chat(key, json.dumps({"model": "m", "messages": messages}).encode())
+            messages.append({"role": "assistant", "content": json.loads(answer)["choices"][0]["message"]["content"]})
+        connection.close()
+        return messages
+
+    return asyncio.run(talk())
+
+
+def conversation(folder: Path, rounds: int, table: Table) -> None:
+    """One that grows to 50,000 tokens in 100 turns."""
+    with ours(folder, short_answer) as server, plain_shape() as (upstream, yardstick):
+        mine, plain, bare = [], [], []
+        for _ in range(rounds):
+            mine.append(asyncio.run(converse(server.url, server.claim(1)[0][1], 103, 400)))
+            plain.append(asyncio.run(converse(yardstick.url, "-", 103, 400)))
+            bare.append(asyncio.run(converse(upstream.url, "-", 103, 400)))
+
+    def at(turn: int, series: list[list[float]], less: float = 0.0) -> float:
+        return median([median(spent[turn - 3 : turn + 3]) for spent in series]) * 1000 - less
+
+    bare5, bare100 = at(5, bare), at(100, bare)
+    table.row(
+        "a conversation of 100 turns, 50,000 tokens: added at turn 100, ms",
+        "<= 5",
+        at(100, mine),
+        at(100, plain, bare100),
+    )
+    table.row("  at turn 5", "", at(5, mine), at(5, plain, bare5))
+    table.row("  difference", "<= 1.5", at(100, mine) - at(5, mine), at(100, plain, bare100) - at(5, plain, bare5))
+
+
+def memory(folder: Path, rounds: int, table: Table) -> None:
+    """Of episodes that live, and over 20,000 calls of episodes that end."""
+    with ours(folder, short_answer) as server, plain_shape() as (_, yardstick):
+        keys = [key for _, key in server.claim(64)]
+        run(server.url, keys, 1000, 8)
+        run(yardstick.url, keys, 1000, 8)
+        before = server.memory_mb(), yardstick.memory_mb()
+        run(server.url, keys, 4000, 8)
+        run(yardstick.url, keys, 2000, 8)
+        live = server.memory_mb() - before[0]
+        plain = yardstick.memory_mb() - before[1]
+    table.row("memory per 1,000 calls of live episodes, MB", "<= 10", live / 4, plain / 2)
+    with ours(folder, short_answer, batch_tasks=2, repeats=8, **{"batching.drain_s": 0.0}) as server:
+        sizes = []
+        for _ in range(10):
+            finish_episodes(server, 100, 20)
+            sizes.append(server.memory_mb())
+    told = " ".join(f"{size:.0f}" for size in sizes)
+    table.row("  growth from call 4,000 to call 20,000 of episodes that end, MB", "flat", sizes[-1] - sizes[1])
+    print(f"  MB after each 2,000 calls: {told}")
+
+
+def finish_episodes(server: Running, count: int, calls: int) -> None:
+    """Episodes of so many calls each, 8 at a time; the server trains a step after every 16."""
+
+    async def one(number: int, connection: Connected) -> None:
+        claim = json.dumps({"task_id": f"t{number // 8}", "wait_s": 30}).encode()
+        grant = json.loads((await connection.post("/v1/episodes", "-", claim))[2])
+        for _ in range(calls):
+            await connection.chat(grant["api_key"], question(PROMPT))
+        end = json.dumps({"reward": float(number % 2), "submission_id": uuid.uuid4().hex}).encode()
+        await connection.post(f"/v1/episodes/{grant['episode_id']}/end", "-", end)
+
+    async def worker(numbers: Iterator[int]) -> None:
+        connection = Connected(server.url)
+        await connection.open()
+        for number in numbers:
+            await one(number, connection)
+        connection.close()
+
+    async def everyone() -> None:
+        numbers = iter(range(count))
+        await asyncio.gather(*(worker(numbers) for _ in range(8)))
+
+    asyncio.run(everyone())
+
+
+def idle(folder: Path, rounds: int, table: Table) -> None:
+    """2,000 open episodes that send a heartbeat every 10 s each."""
+    count, every_s, seconds = 2000, 10.0, 12.0
+    with ours(folder, short_answer) as server:
+        before = server.memory_mb()
+        episodes = [episode_id for episode_id, _ in server.claim(count)]
+        size = server.memory_mb() - before
+        began = server.cpu_s()
+        took = asyncio.run(heartbeats(server.url, episodes, every_s, seconds))
+        share = (server.cpu_s() - began) / seconds
+    took.sort()
+    table.row("2,000 open episodes with a heartbeat every 10 s: p99 ms", "<= 50", took[int(len(took) * 0.99)] * 1000)
+    table.row("  p50 ms", "", median(took) * 1000)
+    table.row("  memory, MB", "stated", size, digits=1)
+    table.row("  share of one processor", "", share)
+
+
+async def heartbeats(url: str, episodes: list[str], every_s: float, seconds: float) -> list[float]:
+    connections = [Connected(url) for _ in range(32)]
+    await asyncio.gather(*(c.open() for c in connections))
+    free: asyncio.Queue[Connected] = asyncio.Queue()
+    for connection in connections:
+        free.put_nowait(connection)
+    took: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def beat(episode: str) -> None:
+        due = loop.time()
+        connection = await free.get()
+        await connection.post(f"/v1/episodes/{episode}/heartbeat", "-", b"")
+        took.append(loop.time() - due)
+        free.put_nowait(connection)
+
+    beats: set[asyncio.Task[None]] = set()
+    began = loop.time()
+    for number in range(int(len(episodes) / every_s * seconds)):
+        await asyncio.sleep(max(0.0, began + number * every_s / len(episodes) - loop.time()))
+        beats.add(asyncio.create_task(beat(episodes[number % len(episodes)])))
+    await asyncio.gather(*beats)
+    for connection in connections:
+        connection.close()
+    return took
+
+
+LINES: dict[str, Callable[[Path, int, Table], None]] = {
+    line.__name__: line for line in (short, many, slow, long, conversation, memory, idle)
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--model", default="", help="a model folder; default: a byte-level tokenizer made on the spot")
+    parser.add_argument("--model", default="smollm2-135m", help="a catalogue name or a Hugging Face folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=LINES, default=list(LINES))
     options = parser.parse_args()
-    calls = options.calls
-    rows: list[tuple[str, str, str]] = []
-
-    with running(serve_ours, options.model, None) as (url, keys, cpu_s):
-        asyncio.run(load(url, keys, calls=200, concurrency=4))
-        before = cpu_s()
-        one = asyncio.run(load(url, keys, calls=calls, concurrency=1))
-        one_cpu_ms = (cpu_s() - before) / calls * 1000
-        streamed = asyncio.run(load(url, keys, calls=calls // 2, concurrency=1, stream=True))
-        many = asyncio.run(load(url, keys, calls=calls * 2, concurrency=64))
-    with running(serve_ours, options.model, 2.0) as (url, keys, cpu_s):
-        slow = asyncio.run(load(url, keys, calls=256, concurrency=64))
-    with running(serve_upstream) as (upstream, *_):
-        asyncio.run(load(upstream, ["-"], calls=200, concurrency=4))
-        bare = asyncio.run(load(upstream, ["-"], calls=calls, concurrency=1))
-        with running(serve_yardstick, upstream) as (url, keys, cpu_s):
-            asyncio.run(load(url, keys, calls=200, concurrency=4))
-            before = cpu_s()
-            plain = asyncio.run(load(url, keys, calls=calls, concurrency=1))
-            plain_cpu_ms = (cpu_s() - before) / calls * 1000
-            plain_many = asyncio.run(load(url, keys, calls=calls, concurrency=64))
-
-    rows += [
-        ("added at 1 concurrent, p50 ms", f"{one.p50_ms:.2f}", f"{plain.p50_ms - bare.p50_ms:.2f}"),
-        ("processor time of the server per call, ms", f"{one_cpu_ms:.2f}", f"{plain_cpu_ms:.2f}"),
-        ("added at 1 concurrent, p99 ms", f"{one.p99_ms:.2f}", f"{plain.p99_ms - bare.p50_ms:.2f}"),
-        ("first byte of a stream, p50 ms", f"{streamed.first_byte_ms:.2f}", ""),
-        ("calls/s at 64 concurrent", f"{many.calls_per_s:.0f}", f"{plain_many.calls_per_s:.0f}"),
-        ("p50 at 64 concurrent, ms", f"{many.p50_ms:.1f}", f"{plain_many.p50_ms:.1f}"),
-        ("p99 at 64 concurrent, ms", f"{many.p99_ms:.1f}", f"{plain_many.p99_ms:.1f}"),
-        ("added by 64 in flight on an engine that takes 1 s, p99 ms", f"{slow.p99_ms - 1000:.1f}", ""),
-    ]
     print(
-        f"{PROMPT_WORDS} prompt words, {ANSWER_WORDS} answer words, {calls} calls, {multiprocessing.cpu_count()} cores"
+        f"{multiprocessing.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.rounds} rounds, {options.model}"
     )
-    print(f"{'':<58}{'ours':>10}{'FastAPI+httpx':>16}")
-    for name, ours, theirs in rows:
-        print(f"{name:<58}{ours:>10}{theirs:>16}")
+    table = Table()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model_folder(models.resolve(options.model), Path(scratch) / "model")
+        for name in options.only:
+            LINES[name](folder, options.rounds, table)
+    print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

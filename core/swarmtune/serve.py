@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvloop
 from aiohttp import web
 
 from swarmtune.gateway.app import create_app
@@ -28,6 +30,11 @@ log = logging.getLogger(__name__)
 
 CLOSE_CONNECTIONS_S = 2.0
 """How long open connections may finish once the training has stopped."""
+
+
+GC_THRESHOLDS = (20_000, 20, 20)
+"""Objects between collections, and how many of one generation before the next one is looked at too. A call leaves
+hundreds of objects that the tree keeps; looking at them after every few calls costs more than they do."""
 
 
 class ServeError(Exception):
@@ -54,7 +61,7 @@ def run(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     has_control = any(Capability.CONTROL in capabilities for capabilities in settings.keys.values())
     refuse_open_bind(settings.host, has_control_key=has_control)
     with bound_socket(settings.host, settings.port) as listener, exclusive(settings.data_dir):
-        asyncio.run(_serve(settings, listener, announce))
+        uvloop.run(_serve(settings, listener, announce))
 
 
 async def _serve(settings: ServeSettings, listener: socket.socket, announce: Callable[[str], None]) -> None:
@@ -69,6 +76,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
     try:
         await server.open()
         await web.SockSite(runner, listener, backlog=2048).start()
+        collect_seldom()
         write_server_file(settings.data_dir, server.server_id, url)
         announce(url)
         await server.closing.wait()
@@ -77,6 +85,13 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
         await server.close()
         await runner.cleanup()
         (settings.data_dir / "server.json").unlink(missing_ok=True)
+
+
+def collect_seldom() -> None:
+    """What is loaded by now stays for good: the garbage collector, which stops all calls, need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def url_of(listener: socket.socket) -> str:
