@@ -328,6 +328,7 @@ class EpisodeBook:
             reason=episode.reason,
             reward=episode.reward if episode.state is EpisodeState.ENDED else None,
             calls=episode.calls,
+            late_calls=episode.late_calls,
             sampled_tokens=episode.sampled_tokens,
             weight_version=episode.weight_version,
             lease_left_s=max(0.0, self._lease_end(episode) - self._clock()) if episode.is_open else None,

@@ -199,6 +199,8 @@ class EpisodeView(_Wire):
     reason: str | None = None
     reward: float | None = None
     calls: int = 0
+    late_calls: int = 0
+    """Calls that came after it was over; they were refused."""
     sampled_tokens: int = 0
     weight_version: int = 0
     lease_left_s: float | None = None

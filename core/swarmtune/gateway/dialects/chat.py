@@ -73,7 +73,7 @@ class ChatDialect:
         wanted = body.get("response_format")
         if body.get("functions"):
             raise unsupported("functions", "this older form is not served; send the functions as `tools`")
-        tools = _tools(body.get("tools"))
+        tools, left_out = _tools(body.get("tools"))
         choice, tools = _tool_choice(body.get("tool_choice"), tools)
         top_logprobs = integer(body, "top_logprobs", 0, 20) or 0
         stream = boolean(body, "stream")
@@ -94,7 +94,7 @@ class ChatDialect:
             top_logprobs=top_logprobs,
             stream=stream,
             include_usage=boolean(options, "include_usage"),
-            ignored=tuple(sorted(body.keys() - _UNDERSTOOD)),
+            ignored=tuple(sorted(body.keys() - _UNDERSTOOD)) + left_out,
             retry_count=retry_count(headers),
         )
 
@@ -226,17 +226,20 @@ def _calls(value: Any, name: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _tools(value: Any) -> tuple[ToolSpec, ...]:
-    """Function tools; other tool types are the provider's own and are left out."""
+def _tools(value: Any) -> tuple[tuple[ToolSpec, ...], tuple[str, ...]]:
+    """Function tools, and the types that were left out: the provider's own."""
     if not value:
-        return ()
+        return (), ()
     if not isinstance(value, list):
         raise malformed("tools", "must be a list")
-    specs = []
+    specs: list[ToolSpec] = []
+    left_out: set[str] = set()
     for at, item in enumerate(value):
         if not isinstance(item, dict):
             raise malformed(f"tools[{at}]", "must be an object")
-        if item.get("type", "function") != "function":
+        kind = item.get("type", "function")
+        if kind != "function":
+            left_out.add(f"tools:{kind}")
             continue
         function = item.get("function")
         if not isinstance(function, dict):
@@ -252,7 +255,7 @@ def _tools(value: Any) -> tuple[ToolSpec, ...]:
                 bool(function.get("strict")),
             )
         )
-    return tuple(specs)
+    return tuple(specs), tuple(sorted(left_out))
 
 
 def _tool_choice(value: Any, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, tuple[ToolSpec, ...]]:
