@@ -19,7 +19,7 @@ from agent_runs import END, ROOT, Stage, call, found, run_agent
 from swarmtune.protocol import EpisodeGrant
 
 TASK = "Read notes.txt and tell me the code."
-BIN = Path(os.environ.get("A3R_AGENTS", ROOT / ".agents")) / "node_modules" / ".bin"
+BIN = Path(os.environ.get("A3R_AGENTS", ROOT / ".venv-agents")) / "node_modules" / ".bin"
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(240)]
 
