@@ -300,6 +300,16 @@ async def test_07_a_turn_with_and_without_its_reasoning_is_the_same_turn(wire, s
     assert (await wire.end()).sampled_tokens == len("<think>I add.</think>\n\nIt is 7.") + len("Yes.") + 2
 
 
+async def test_07_reasoning_that_comes_back_as_an_assistants_text_is_reasoning(wire):
+    """Pydantic AI, on /responses."""
+    wire.say(f"<think>I add.</think>{CALL}", "It is 7.")
+    reasoning, call = (await wire.ask("/v1/responses", codex()))["output"]
+    text = f"<think>\n{reasoning['content'][0]['text']}\n</think>"
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}
+    await wire.ask("/v1/responses", codex({"role": "assistant", "content": text}, call, output))
+    assert recognised(wire) == {"none": 1, "ids": 1} and (await wire.end()).samples == 1
+
+
 # 8
 
 

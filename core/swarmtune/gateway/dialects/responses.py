@@ -47,6 +47,8 @@ _UNDERSTOOD = frozenset(
     "stop_token_ids seed ignore_eos top_logprobs include stream previous_response_id store metadata text".split()
 )
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_\d+)?\Z")
+_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
+"""Reasoning that a client sends back as a message of its own."""
 _LOGPROBS = "message.output_text.logprobs"
 _FREE_TEXT = "input"
 """The one argument of a custom (free text) tool, as the model sees it."""
@@ -453,7 +455,9 @@ def _read_message(conversation: _Conversation, item: dict[str, Any], turn: str |
     if role is None:
         raise malformed(f"{name}.role", f"{item.get('role')!r} is not one of {', '.join(_ROLES)}")
     text = text_content(item.get("content"), f"{name}.content")
-    if role == "assistant":
+    if role == "assistant" and (thought := _THOUGHT.fullmatch(text)):
+        conversation.reasoning(turn, thought[1])
+    elif role == "assistant":
         conversation.text(turn, text)
     else:
         conversation.add(Message(role, text))
