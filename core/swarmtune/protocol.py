@@ -24,7 +24,8 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
     GET  /v1/events?after=seq                  server-sent events, `id:` is the sequence number, data an Event
     GET  /v1/checkpoints                     → list[CheckpointView]
     POST /v1/checkpoints                     → CheckpointView   save now
-    *    /v1/chat/completions, /v1/completions, /v1/models      the model, with an episode's key
+    *    /v1/chat/completions, /v1/responses, /v1/messages, /v1/completions, /v1/models
+                                                                the model, with an episode's key
 """
 
 from __future__ import annotations

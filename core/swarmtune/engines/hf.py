@@ -80,6 +80,8 @@ class HFEngine:
         return self._batch.model
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        if request.sampling.grammar is not None:
+            await asyncio.to_thread(self._batch.compile, request.sampling.grammar)
         # A key of our own: chunks of an aborted request must not reach a later one with the same id.
         key = str(next(self._keys))
         self._batch.submit(replace(request, request_id=key))

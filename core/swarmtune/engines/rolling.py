@@ -157,6 +157,15 @@ class RollingBatch:
 
     # From any thread.
 
+    def compile(self, grammar: str) -> None:
+        """Compile and remember a grammar: seconds for a model's first one, so not on an event loop.
+
+        Raises:
+            RequestRefused
+        """
+        if self._grammars is not None:
+            self._grammars.start(grammar)
+
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request for the next step.
 
