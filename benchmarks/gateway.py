@@ -110,7 +110,7 @@ def short(folder: Path, rounds: int, table: Table) -> None:
 def many(folder: Path, rounds: int, table: Table) -> None:
     """64 calls at a time."""
     calls = 640
-    with ours(folder, short_answer) as server, plain_shape() as (upstream, yardstick):
+    with ours(folder, short_answer) as server, plain_shape() as (_, yardstick):
         keys = [key for _, key in server.claim(64)]
         for url in (server.url, yardstick.url):
             run(url, keys, 640, 64)

@@ -1,4 +1,4 @@
-"""The servers that `gateway.py` measures, each in a process of its own: ours, the yardstick, and the yardstick's upstream.
+"""The servers that `gateway.py` measures, each in a process of its own: ours, the yardstick, the yardstick's upstream.
 
 Ours is the server as `swarmtune serve` runs it, with the scripted engine: tracker, merger and journal at work, answers
 at once, so all of its latency counts as added. The yardstick is the plain shape of a capturing proxy: FastAPI, httpx
@@ -35,8 +35,8 @@ PATHS = {"": (100, 0.0), "/slow": (100, 1.0), "/long": (1000, 0.0)}
 def text_of(tokens: int, number: int) -> str:
     """About `tokens` tokens of text, another excerpt for each number."""
     length = round(tokens * CHARACTERS_PER_TOKEN)
-    start = number * 104_729 % len(TEXT)
-    return (TEXT[start:] + TEXT)[:length]
+    start = number * 104_729 % (len(TEXT) - length)
+    return TEXT[start : start + length]
 
 
 def short_answer(messages: Sequence[dict[str, str]], index: int) -> str:
