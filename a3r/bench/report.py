@@ -19,7 +19,7 @@ from a3r import supervisor as sv
 from a3r.bench.session import Exit, Series, Session, Summary, effect_words, exit_of, noted_bisection, short
 from a3r.bench.store import machine_facts
 from a3r.bench.suites import LoadedSuite
-from a3r.bench.verdicts import Change, Finding, Outcome, balance
+from a3r.bench.verdicts import Balance, Change, Finding, Outcome, balance
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 WIDTH, HEIGHT, LEFT, BOTTOM = 340.0, 150.0, 46.0, 18.0
@@ -46,13 +46,13 @@ class Incident:
 
 def build(session: Session, history: Sequence[str], command: str) -> dict[str, Any]:
     """Everything the report shows, as plain data (report.json)."""
-    suites, incidents, warnings, unmeasured = [], [], [], []
+    suites, incidents, every, unmeasured = [], [], [], []
     codes: set[Exit] = set()
     shas: set[str] = set()
     for loaded in session.suites:
         all_series = session.series(loaded, history, _dirty(session, loaded, history))
         incidents += [i for s in all_series for i in incidents_of(session, s)]
-        warnings += _warnings(session, loaded, all_series)
+        every += all_series
         unmeasured += _unmeasured(session, loaded, history)
         codes |= _newest_codes(session, loaded, history, all_series)
         data = _suite(session, loaded, all_series)
@@ -60,6 +60,7 @@ def build(session: Session, history: Sequence[str], command: str) -> dict[str, A
         suites.append(data)
     code = next((c for c in (Exit.REGRESSION, Exit.NOT_MEASURED, Exit.UNDECIDED) if c in codes), Exit.FINE)
     facts = machine_facts()
+    found = _recent_balance(session, every)
     return {
         "schema": "a3r/bench-report/v1",
         "title": f"Benchmarks of {session.history.root.name}",
@@ -69,7 +70,8 @@ def build(session: Session, history: Sequence[str], command: str) -> dict[str, A
         "machine_words": f"{facts['cores']} cores, {facts['cpu'] or facts['arch']}, {facts['memory_gib']} GiB",
         "commit_count": len(shas),
         "incidents": [incident_facts(session, i) for i in incidents],
-        "warnings": warnings,
+        "balance": _balance_words(found),
+        "warnings": [found.warning] if found.warning else [],
         "unmeasured": unmeasured,
         "suites": suites,
         "command": command,
@@ -128,14 +130,18 @@ def _newest_codes(
     return codes
 
 
-def _warnings(session: Session, loaded: LoadedSuite, all_series: Sequence[Series]) -> list[str]:
-    """The self-check over the last three months."""
+def _recent_balance(session: Session, series: Sequence[Series]) -> Balance:
+    """Both kinds of change over the last three months."""
     since = time.time() - SELF_CHECK_DAYS * 86400
-    recent = [
-        f for s in all_series for f in s.findings if session.history.info(f.commit.partition("+")[0]).time >= since
-    ]
-    warning = balance(recent).warning
-    return [f"{loaded.name}: {warning}"] if warning else []
+    times = {f.commit: session.history.info(f.commit.partition("+")[0]).time for s in series for f in s.findings}
+    return balance([f for s in series for f in s.findings if times[f.commit] >= since])
+
+
+def _balance_words(found: Balance) -> str:
+    return (
+        f"In the last {SELF_CHECK_DAYS} days {found.regressions} regressions and {found.improvements} improvements "
+        f"were confirmed; {found.marks_worse} marks for worse and {found.marks_better} for better were not."
+    )
 
 
 def _unmeasured(session: Session, loaded: LoadedSuite, history: Sequence[str]) -> list[dict[str, str]]:

@@ -108,6 +108,8 @@ class Session:
         self.environments = Environments(history, results.work / "environments", self.variables)
         self._patches: dict[str, bytes] = {}
         """Name of a dirty tree's code → its patch."""
+        self._measured: set[str] = set()
+        """Commits that this session has run."""
 
     # -- the whole
 
@@ -132,7 +134,7 @@ class Session:
                     self.worktrees.keep_only(())
         finally:
             self.worktrees.keep_only(())
-        return Summary([self._verdict(commit, selection.history) for commit in wanted])
+        return Summary([self._verdict(commit, selection.history, wanted) for commit in wanted])
 
     def _forget_full_disks(self, commits: Sequence[str]) -> None:
         """A disk that was full says nothing about a commit: try again."""
@@ -209,6 +211,7 @@ class Session:
             self.say(f"{where}: {error}")
             return self._unmeasurable(key, seed, error)
         result = self.measurer.measure(key, loaded, seed, ground)
+        self._measured.add(key.commit)
         shown = ", ".join(f"{n} {v:.4g}" for n, v in result.metrics.items()) or result.detail
         self.say(f"{where}: {result.status}  {shown}  ({result.wall_s:.1f} s)")
         return result
@@ -307,8 +310,10 @@ class Session:
 
     # -- verdicts
 
-    def _verdict(self, commit: str, history: Sequence[str]) -> Verdict:
-        code, reasons, confirmed = Exit.FINE, [], []
+    def _verdict(self, commit: str, history: Sequence[str], wanted: Sequence[str]) -> Verdict:
+        """A commit without code of its own has the verdict of the one that stands for it, where that is news."""
+        reasons: list[str] = []
+        confirmed: list[tuple[Series, Finding]] = []
         codes: set[Exit] = set()
         for loaded in self.suites:
             standing = self.representative(loaded, commit, history)
@@ -322,9 +327,10 @@ class Session:
                 continue
             if standing != commit:
                 reasons.append(f"{loaded.name}: same code as {short(standing)}, not measured again")
-                continue
+                if standing in wanted or standing not in self._measured:
+                    continue
             for series in self.series(loaded, history, [commit] if "+" in commit else ()):
-                finding = series.finding(commit)
+                finding = series.finding(standing)
                 codes.add(exit_of(finding))
                 if finding is not None and finding.outcome is Outcome.CONFIRMED:
                     confirmed.append((series, finding))

@@ -92,6 +92,14 @@ def test_commits_with_documents_only_are_not_measured_and_never_alarm(project):
     assert len(project.runs()) == before
 
 
+def test_a_commit_with_documents_only_tells_of_the_code_it_stands_on(project):
+    bad = project.commit(6.0)
+    project.commit(README_md="words")
+    summary = project.run("HEAD")
+    assert summary.exit is Exit.REGRESSION and summary.verdicts[0].confirmed[0][1].commit == bad
+    assert project.run("HEAD").exit is Exit.FINE
+
+
 def test_a_commit_that_does_not_build_is_recorded_and_the_others_measured(project):
     broken = project.commit("oops (")
     project.commit(10.05)
