@@ -119,6 +119,8 @@ class Reply:
     """Decoded text as the model wrote it, special tokens left out."""
     message: Message | None = None
     """The parsed assistant message (content, reasoning, tool calls) that was delivered."""
+    stop_string: str | None = None
+    """The stop string that ended it."""
 
 
 @dataclass(slots=True)

@@ -153,6 +153,18 @@ async def test_02_claude_code_and_codex_bodies_are_taken_whole(wire):
     assert {"tools:namespace", "tools:web_search"} <= set(wire.report["turns"][1]["ignored"])
 
 
+@pytest.mark.parametrize("field", [{"background": True}, {"conversation": "conv_1"}, {"prompt": {"id": "pmpt_1"}}])
+async def test_02_what_changes_the_meaning_is_refused_and_named(wire, field):
+    status, answer, _ = await wire.post("/v1/responses", BODIES["responses"] | field)
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "unsupported_parameter", *field)
+    await wire.ask("/v1/responses", BODIES["responses"] | dict.fromkeys(field))
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "-1", "x", "²", ""])
+async def test_02_odd_headers_do_no_harm(wire, count):
+    await wire.ask("/v1/chat/completions", ASK, **{"x-stainless-retry-count": count.encode().decode("latin-1")})
+
+
 # 3
 
 
@@ -195,11 +207,13 @@ async def test_03_every_form_of_content_in_messages_and_responses(wire):
 # 4
 
 
-async def test_04_claude_code_comes_back_with_reordered_arguments_and_is_recognised_by_ids(wire):
-    wire.say(f"<think>I add.</think>\n\nLet me see. {CALL}", "It is 7.")
+@pytest.mark.parametrize("thinking", ["<think>I add.</think>\n\n", ""])
+async def test_04_claude_code_comes_back_with_reordered_arguments_and_is_recognised_by_ids(wire, thinking):
+    wire.say(f"{thinking}Let me see. {CALL}", "It is 7.")
     first = await wire.ask("/v1/messages?beta=true", claude_code())
-    thinking, text, use = first["content"]
-    echoed = [thinking, text, use | {"input": dict(sorted(use["input"].items()))}]
+    *said, use = first["content"]
+    assert [block["type"] for block in said] == ["thinking", "text"][not thinking :]
+    echoed = [*said, use | {"input": dict(sorted(use["input"].items()))}]
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "7", "is_error": False}
     later = [{"role": "assistant", "content": echoed}, {"role": "user", "content": [result]}]
     second = await wire.ask("/v1/messages?beta=true", claude_code(*later))

@@ -139,6 +139,8 @@ class ModelRoutes:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 return await serve(dialect, request)
+            except ConnectionError:
+                raise  # no one is there to be told
             except Exception as error:  # noqa: BLE001 - the boundary: one call's fault is told to its client alone
                 refusal = as_refusal(error)
                 return web.Response(
@@ -421,13 +423,19 @@ class Exchange:
         again = choice.turn.redelivery
         if again is not None:
             choice.token_ids, choice.logprobs = again.token_ids, again.logprobs
-            choice.finish_reason = again.finish_reason
+            choice.finish_reason, choice.stop_string = again.finish_reason, again.stop_string
             message = again.message or Message("assistant", again.text)
         else:
             text = self.renderer.decode(choice.token_ids)
             message = self._message(choice, text)
             reply = Reply(
-                choice.token_ids, choice.logprobs, choice.versions, choice.finish_reason, text=text, message=message
+                choice.token_ids,
+                choice.logprobs,
+                choice.versions,
+                choice.finish_reason,
+                text=text,
+                message=message,
+                stop_string=choice.stop_string,
             )
             self.session.tracker.commit(
                 choice.turn, reply, delivered=False, temperature=choice.sampling.temperature or 1.0

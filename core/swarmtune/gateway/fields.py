@@ -162,4 +162,4 @@ def sampling_asked(body: Mapping[str, Any], max_tokens_names: Sequence[str]) -> 
 
 def retry_count(headers: Mapping[str, str]) -> int:
     value = headers.get("x-stainless-retry-count", "0")
-    return int(value) if value.isdecimal() else 0
+    return int(value[:9]) if value.isdecimal() else 0

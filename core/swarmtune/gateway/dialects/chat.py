@@ -45,10 +45,11 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
+_NEUTRAL = NEUTRAL | {"modalities": (["text"],)}
 _UNDERSTOOD = frozenset(
     "model messages tools tool_choice parallel_tool_calls temperature top_p top_k max_tokens max_completion_tokens "
     "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format".split()
-) | frozenset(NEUTRAL)
+) | frozenset(_NEUTRAL)
 _CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+\Z")
 
 
@@ -69,7 +70,7 @@ class ChatDialect:
         raw = body.get("messages")
         if not isinstance(raw, list) or not raw:
             raise malformed("messages", "must be a list with at least one message")
-        refuse_unhonoured(body)
+        refuse_unhonoured(body, _NEUTRAL)
         wanted = body.get("response_format")
         if body.get("functions"):
             raise unsupported("functions", "this older form is not served; send the functions as `tools`")

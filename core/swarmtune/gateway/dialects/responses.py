@@ -46,6 +46,8 @@ _UNDERSTOOD = frozenset(
     "model input instructions tools tool_choice parallel_tool_calls temperature top_p top_k max_output_tokens stop "
     "stop_token_ids seed ignore_eos top_logprobs include stream previous_response_id store metadata text".split()
 )
+_KEPT_ELSEWHERE = ("background", "conversation", "prompt")
+"""Fields that stand for state of the provider, without which the call means something else."""
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_\d+)?\Z")
 _THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 """Reasoning that a client sends back as a message of its own."""
@@ -58,6 +60,9 @@ class ResponsesDialect:
     name = "responses"
 
     def decode(self, body: dict[str, Any], headers: Mapping[str, str]) -> ModelCall:
+        for name in _KEPT_ELSEWHERE:
+            if body.get(name):
+                raise unsupported(name, "nothing is kept here between calls but answers: previous_response_id")
         tools, custom, left_out = _tools(body.get("tools"))
         choice, tools = _tool_choice(body.get("tool_choice"), tools)
         items, unread = _items(body.get("input"))
