@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from a3r import supervisor as sv
-from a3r.blueprint import Blueprint
+from a3r.blueprint import Blueprint, fill
 from a3r.campaign import Campaign, attempt_key, has_passed, run_size
 from a3r.executor import Executor, Handle, HostUnreachable, Life, Sight
 from a3r.formats import dump
@@ -322,6 +323,17 @@ class Attempts(Campaign):
             attempt=attempt["n"],
             data={"steps": record.steps, "wall_s": record.usage.wall_s},
         )
+        self._drop_checkpoints(run)
+
+    def _drop_checkpoints(self, run: Mapping[str, Any]) -> None:
+        """Of a run that is over, where its blueprint does not keep them; never anything outside the run's directory."""
+        checkpoint = self.blueprint_of(run).checkpoint
+        if checkpoint is None or checkpoint.keep:
+            return
+        run_dir = self._run_dir(run["run"]).resolve()
+        directory = Path(fill(checkpoint.dir, {"run_dir": str(run_dir)})).resolve()
+        if directory != run_dir and directory.is_relative_to(run_dir):
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _finish_cancelled(self, attempt: Mapping[str, Any], record: RunRecord) -> None:
         run = self.runs()[attempt["run"]]

@@ -122,6 +122,8 @@ class Checkpoint(Part):
     resume_arg: list[str] = Field(default_factory=lambda: ["--resume"])
     """Appended to the main process' argv when an attempt follows another one of the same run."""
     every_steps: int = Field(default=1, ge=1)
+    keep: bool = True
+    """False: `dir` is deleted once the run has completed; a study of many runs would fill the disk with weights."""
 
 
 class OomRetry(Part):

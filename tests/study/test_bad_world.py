@@ -271,3 +271,13 @@ def test_a_hosts_file_is_checked(tmp_path, text, says):
         load_hosts(path)
     with pytest.raises(FormatError, match="no such file"):
         load_hosts(tmp_path / "absent.yaml")
+
+
+def test_weights_of_a_completed_run_are_deleted_where_the_blueprint_does_not_keep_them(campaign):
+    base = base_blueprint(checkpoint={"keep": False})
+    directory = campaign.create(lock=goal_lock(base))
+    campaign.run(directory)
+    run_dirs = [directory / "runs" / run for run in journal(directory).table("runs")]
+    assert run_dirs
+    assert not any((run_dir / "ckpt").exists() for run_dir in run_dirs)
+    assert all((run_dir / "attempts/1/result.json").exists() for run_dir in run_dirs)
