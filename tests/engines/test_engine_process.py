@@ -115,8 +115,6 @@ async def test_refused_requests_leave_the_others_alone(shared):
         await ask(shared, "too long", SamplingParams(max_tokens=8192))
     with pytest.raises(RequestRefused, match="vocabulary"):
         _ = [c async for c in shared.generate(GenerateRequest("odd", [99999], GREEDY))]
-    with pytest.raises(RequestRefused):
-        _ = [c async for c in shared.generate(GenerateRequest("odder", ["x"], GREEDY))]  # type: ignore[list-item]
     assert len(tokens(await running)) == 200
 
 

@@ -184,6 +184,12 @@ def test_a_body_nested_too_deeply_is_refused_in_form(served: httpx.Client, path:
         assert response.status_code == 400 and "nested" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("prompt", ["", [""], ["a", ""]])
+def test_an_empty_prompt_is_refused_in_form(served: httpx.Client, prompt: Any):
+    response = served.post("/v1/completions", json={"prompt": prompt})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+
+
 def test_unspoiled_bodies_are_answered(served: httpx.Client):
     for path, body in BODIES.items():
         response = served.post(f"/v1/{path}", json=body)

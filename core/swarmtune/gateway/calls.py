@@ -38,6 +38,7 @@ from swarmtune.gateway.dialect import (
     Refused,
     StreamEncoder,
     TokenLogprob,
+    malformed,
     unsupported,
 )
 from swarmtune.gateway.dialects import DIALECTS
@@ -218,6 +219,8 @@ class ModelRoutes:
         retry = call.retry_count > 0
         if call.prompts:
             ids = [p if isinstance(p, list) else run.renderer.encode(p) for p in call.prompts]
+            if not all(ids):
+                raise malformed("prompt", "must not be empty: send at least one token")
             turns = [session.tracker.prepare_tokens(prompt, retry=retry) for prompt in ids]
         else:
             turns = [session.tracker.prepare(call.messages, call.tools, retry=retry)]
