@@ -27,7 +27,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def stage(model_folder: str, tmp_path: Path) -> AsyncIterator[Stage]:
     model = ScriptedModel()
     async with LocalServer(tmp_path / "data", model_folder, script=model) as local:
-        await local.boot(**{"engine.context_length": CONTEXT, "sampling.max_tokens": 4096})
+        await local.boot(repeats=64, **{"engine.context_length": CONTEXT, "sampling.max_tokens": 4096})
         folder = tmp_path / "work"
         folder.mkdir()
         yield Stage(local, model, folder)

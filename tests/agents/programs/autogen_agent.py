@@ -1,4 +1,4 @@
-"""AutoGen: an AssistantAgent with one tool. Modes: chat, stream, anthropic; reflect drops the tools for the last answer."""
+"""AutoGen: an AssistantAgent with one tool. Modes: chat, stream, anthropic; reflect: no tools for the last answer."""
 
 import asyncio
 import os

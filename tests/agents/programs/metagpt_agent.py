@@ -16,8 +16,8 @@ llm:
 """
 )
 
-from metagpt.actions import Action
-from metagpt.roles import Role
+from metagpt.actions import Action  # noqa: E402 - it reads the file at import
+from metagpt.roles import Role  # noqa: E402
 
 
 class Calculate(Action):
