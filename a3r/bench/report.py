@@ -238,10 +238,14 @@ def _frame(scale: Scale, first: str, last: str) -> str:
     for value in (scale.low + (scale.high - scale.low) * share for share in (0.1, 0.5, 0.9)):
         y = scale.y(value)
         parts.append(f'<line class="axis" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">{escape(first)}</text>')
     parts.append(f'<text x="{WIDTH}" y="{HEIGHT - 4}" text-anchor="end">{escape(last)}</text>')
     return "".join(parts)
+
+
+def _tick(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def commits_svg(series: Series) -> str:
