@@ -92,21 +92,23 @@ def question(tokens: int, *, history: Sequence[dict[str, str]] = (), stream: boo
     return json.dumps({"model": "m", "messages": messages, "stream": stream}).encode()
 
 
-async def drive(url: str, work: Iterable[tuple[str, bytes]], concurrency: int, path: str = "") -> Measured:
-    """Make calls, (key, body) each, on so many connections at a time."""
-    path = path or "/v1/chat/completions"
+async def drive(
+    url: str, work: Iterable[tuple[str, bytes]], concurrency: int, *, begin_within_s: float = 0.0
+) -> Measured:
+    """Make calls, (key, body) each, on so many connections at a time; these begin one after another."""
     connections = [Connected(url) for _ in range(concurrency)]
     await asyncio.gather(*(c.open() for c in connections))
     todo = iter(list(work))
     times: list[tuple[float, float]] = []
 
-    async def take_turns(connection: Connected) -> None:
+    async def take_turns(number: int, connection: Connected) -> None:
+        await asyncio.sleep(number * begin_within_s / concurrency)
         for key, body in todo:
-            first, last, _ = await connection.post(path, key, body)
+            first, last, _ = await connection.chat(key, body)
             times.append((first, last))
 
     began = time.perf_counter()
-    await asyncio.gather(*map(take_turns, connections))
+    await asyncio.gather(*(take_turns(n, c) for n, c in enumerate(connections)))
     took = time.perf_counter() - began
     for connection in connections:
         connection.close()

@@ -2,8 +2,8 @@
 
 Ours is the server as `swarmtune serve` runs it, with the scripted engine: tracker, merger and journal at work, answers
 at once, so all of its latency counts as added. The yardstick is the plain shape of a capturing proxy: FastAPI, httpx
-and json; it reads the request, forwards it to an upstream that answers with token ids and logprobs, keeps both in
-memory, and answers without those. It renders nothing, keeps no tree and no journal.
+and json; it asks the upstream for token ids and logprobs (in vLLM's form), keeps request and answer in memory, and
+answers without them. It renders nothing, keeps no tree and no journal.
 """
 
 from __future__ import annotations
@@ -136,21 +136,33 @@ def serve_ours(pipe: Connection, data_dir: str) -> None:
 
 
 def serve_upstream(pipe: Connection) -> None:
-    """Canned chat completions with token ids and logprobs, as fast as aiohttp gives them."""
+    """Canned chat completions in vLLM's form, with token ids and logprobs, as fast as aiohttp gives them."""
     from aiohttp import web
+
+    def cut(text: str) -> list[str]:
+        """As many pieces as it has tokens, about."""
+        return [text[at : at + 4] for at in range(0, len(text), 4)]
 
     def answer(path: str) -> Callable[[web.Request], Any]:
         tokens, seconds = PATHS[path]
-        message = {"role": "assistant", "content": text_of(tokens, 0)}
+        words = text_of(tokens, 0)
+        message = {"role": "assistant", "content": words}
+        told = [{"token": w, "logprob": -0.123456, "bytes": list(w.encode()), "top_logprobs": []} for w in cut(words)]
         body = json.dumps(
             {
                 "id": "chatcmpl-1",
                 "object": "chat.completion",
-                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": message,
+                        "logprobs": {"content": told},
+                        "finish_reason": "stop",
+                        "token_ids": list(range(30_000, 30_000 + tokens)),
+                    }
+                ],
                 "usage": {"prompt_tokens": 500, "completion_tokens": tokens, "total_tokens": 500 + tokens},
-                "prompt_token_ids": list(range(500)),
-                "token_ids": list(range(tokens)),
-                "logprobs": [-0.123456] * tokens,
+                "prompt_token_ids": list(range(20_000, 20_000 + 500)),
             }
         ).encode()
 
@@ -183,15 +195,18 @@ def serve_yardstick(pipe: Connection, upstream: str) -> None:
 
     app = FastAPI()
     captured: list[dict[str, Any]] = []
-    client = httpx.AsyncClient(base_url=upstream, timeout=60, limits=httpx.Limits(max_connections=256))
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=600)
+    client = httpx.AsyncClient(base_url=upstream, timeout=60, limits=limits)
 
     def forwarding(path: str) -> Callable[..., Any]:
         async def chat(request: Any) -> JSONResponse:
             body = await request.json()
+            body |= {"logprobs": True, "return_token_ids": True}
             answer = (await client.post(f"{path}/v1/chat/completions", json=body)).json()
             captured.append({"request": body, "answer": answer})
-            visible = {k: v for k, v in answer.items() if k not in ("prompt_token_ids", "token_ids", "logprobs")}
-            return JSONResponse(visible)
+            choice = {k: v for k, v in answer["choices"][0].items() if k not in ("token_ids", "logprobs")}
+            visible = {k: v for k, v in answer.items() if k != "prompt_token_ids"}
+            return JSONResponse(visible | {"choices": [choice]})
 
         chat.__annotations__["request"] = Request  # imported here, so FastAPI cannot look the name up
         return chat
