@@ -98,6 +98,12 @@ def pretend_logprob(token_id: int, position: int) -> float:
     return -((token_id * 2654435761 + position * 40503) % 1999 + 1) / 1000.0
 
 
+@lru_cache(maxsize=512)
+def pretend_logprobs(token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """Of a whole answer; remembered, since a benchmark's answers repeat and its engine is not what it measures."""
+    return tuple(pretend_logprob(token, at) for at, token in enumerate(token_ids))
+
+
 class ScriptedBackend:
     """The backend contract with scripted answers; see the module's promise."""
 
@@ -170,7 +176,7 @@ class ScriptedBackend:
         sampling, version = request.sampling, self._version
         text = self._script(PromptMessages(self._tokenizer, request.prompt_token_ids), next(self._index))
         ids, finish, stop_string = self._answer(text, sampling)
-        logprobs = [pretend_logprob(token, at) for at, token in enumerate(ids)]
+        logprobs = list(pretend_logprobs(tuple(ids)))
         top = _alternatives(ids, logprobs, sampling.top_logprobs) if sampling.top_logprobs else None
         self.in_flight += 1
         done = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import lru_cache
 
 from swarmtune.gateway.dialect import ModelCall, TokenLogprob
 from swarmtune.gateway.dialects.chat import call_id
@@ -135,14 +136,20 @@ def _first(text: str, marks: Sequence[str]) -> int:
     return min(found, default=len(text))
 
 
-def _begun(text: str, marks: Sequence[str]) -> int:
+def _begun(text: str, marks: tuple[str, ...]) -> int:
     """How many characters at the end of `text` may be the beginning of one of `marks`."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
+    beginnings, longest = _beginnings(marks)
     for length in range(min(longest, len(text)), 0, -1):
-        first, tail = text[-length], text[-length:]
-        if any(mark[0] == first and len(mark) > length and mark.startswith(tail) for mark in marks):
+        if text[-length:] in beginnings:
             return length
     return 0
+
+
+@lru_cache(maxsize=64)
+def _beginnings(marks: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """Every text that may become one of `marks`, and the length of the longest."""
+    found = frozenset(mark[:length] for mark in marks for length in range(1, len(mark)))
+    return found, max(map(len, found), default=0)
 
 
 def cut_at(text: str, stop: str | None) -> str:
