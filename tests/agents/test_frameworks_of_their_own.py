@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(240)]
 
 async def answer_of(stage: Stage, grant: EpisodeGrant, program: str, *arguments: str) -> str:
     """What the program says the agent answered."""
-    environment = "metagpt" if program.startswith("metagpt") else "crewai"
+    environment = program.removesuffix("_agent")
     python = ENVIRONMENTS / environment / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{environment} is not installed: scripts/agents {environment}")
@@ -84,12 +84,12 @@ async def test_crewai_with_tools_as_text_stops_at_the_observation_and_never_trai
     assert (await stage.local.end(grant.episode_id)).outcome == "admitted"
 
 
-async def test_metagpt_trains_what_was_sampled_and_its_temperature_is_its_own(stage: Stage):
+async def test_metagpt_trains_what_was_sampled_at_the_temperature_of_its_configuration(stage: Stage):
     stage.model.play(" It is 42.\n", tools=False)
     grant = await stage.claim()
     assert await answer_of(stage, grant, "metagpt_agent") == "It is 42."
     trained = stage.trained(grant)
     assert trained.answers == [text + END for text in stage.model.said] and len(stage.model.said) == 1
     (turn,) = trained.report["turns"]
-    assert (turn["asked"]["temperature"], turn["used"]["temperature"]) == (0.0, 0.0)
+    assert (turn["asked"]["temperature"], turn["used"]["temperature"]) == (1.0, 1.0), "0.0 unless told otherwise"
     assert (await stage.local.end(grant.episode_id)).outcome == "admitted"

@@ -13,6 +13,8 @@ llm:
   model: swarm
   base_url: {os.environ["BASE_URL"]}
   api_key: {os.environ["API_KEY"]}
+  temperature: 1.0
+  calc_usage: false
 """
 )
 
