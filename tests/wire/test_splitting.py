@@ -119,3 +119,13 @@ def test_what_was_told_begins_the_whole_message(name, tools, fragments, cuts, st
     if told.calls:
         assert told.content == message.content and told.reasoning == (message.reasoning or "")
     assert all(stop not in message.content for stop in stops) or message.tool_calls
+
+
+@pytest.mark.parametrize("name", ["plain", "thinker", "qwen3"])
+@pytest.mark.parametrize("after", ["</think> so", "<tool_call>", f"<tool_call>{{no}}</tool_call>{GOOD}", f" so {GOOD}"])
+def test_a_call_that_was_told_stays_whatever_comes_after_it(name, after):
+    call = ModelCall("chat", "m", (Message("user", "u"),), tools=TOOLS)
+    opening = "hm</think>\n" if name == "thinker" else ""
+    told, message = stream(name, f"{opening}Let me see. {GOOD}{after}", list(range(400)), call, ())
+    assert told.calls[0] == message.tool_calls[0]
+    assert told.content == message.content == "Let me see."

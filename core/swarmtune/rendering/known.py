@@ -113,7 +113,7 @@ class KnownRenderer:
         for attempt in parsed.tool_calls if tools else ():
             if attempt.name and attempt.arguments is not None:
                 calls.append(_as_written(attempt.raw) or ToolCall("", attempt.name, _json(attempt.arguments)))
-            else:
+            elif not calls:  # what comes after a call goes unheard
                 content += self.decode(token_ids[slice(*attempt.token_span)]) if attempt.token_span else attempt.raw
         if parsed.tool_calls and not tools:
             content = self.decode(token_ids)

@@ -28,7 +28,8 @@ def parse_answer(text: str, *, in_reasoning: bool = False, tools: bool = False) 
 
 def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str | None, str]:
     opened = text.lstrip().startswith("<think>")
-    if not (opened or in_reasoning or "</think>" in text):
+    closed = "</think>" in text.partition("<tool_call>")[0]  # the mark alone; after a call it is text
+    if not (opened or in_reasoning or closed):
         return None, text
     thought, _, answer = (text.lstrip().removeprefix("<think>") if opened else text).partition("</think>")
     return thought.strip() or None, answer.lstrip("\n")
