@@ -17,9 +17,9 @@
     python train.py --print-schema
 
 Configuration keys are TrainConfig's, those of ScriptConfig, and the script's own under `task.`. Without --server the
-script starts a server of its own and stops it at the end. Files in --out: resolved_config.json, metrics.jsonl (a line a
-step), events.jsonl, env.json, eval.json, reward.png. Exit status: 0 done, 2 configuration or input is wrong, 3 the server failed,
-1 anything else.
+script starts a server of its own and stops it at the end. Files in --out: resolved_config.json, metrics.jsonl (a line
+a step), events.jsonl, env.json, eval.json, reward.png. Exit status: 0 done, 2 configuration or input is wrong, 3 the
+server failed, 1 anything else.
 """
 
 from __future__ import annotations

@@ -453,7 +453,7 @@ class RollingBatch:
     def _constrained(
         self, rows: Sequence[Running], logits_R_V: torch.Tensor, uniforms: Sequence[float], drawn: Sampled
     ) -> Sampled:
-        """Tokens of rows with a grammar, drawn again from what it allows; logprobs stay those of the whole distribution."""
+        """Tokens of rows with a grammar, drawn again from what it allows; logprobs stay the whole distribution's."""
         for row, running in enumerate(rows):
             if running.constraint is None:
                 continue
