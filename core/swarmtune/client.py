@@ -383,10 +383,23 @@ class AsyncSwarmClient:
                 await self.register()
                 return await self._transport.post("/v1/episodes", EpisodeGrant, body, wait_s=body.wait_s)
 
-        grant = await _patiently(once, wait_s)
+        claiming = asyncio.ensure_future(_patiently(once, wait_s))
+        try:
+            grant = await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            await self._give_back(claiming, task_id)
+            raise
         episode = AsyncEpisode(self._transport, grant, task_id, seed)
         episode._start_heart()
         return episode
+
+    async def _give_back(self, claiming: asyncio.Future[EpisodeGrant], task_id: str) -> None:
+        """Abort what a claim nobody waits for any more may still bring: its answer can be on its way already."""
+        await asyncio.wait({claiming}, timeout=_MOMENT_S)
+        if not claiming.done():
+            claiming.cancel()  # the server sees the connection close, and gives up what it grants to it
+        elif not claiming.cancelled() and claiming.exception() is None:
+            await AsyncEpisode(self._transport, claiming.result(), task_id, None).abort("the claim was given up")
 
     @contextlib.asynccontextmanager
     async def episode(self, task_id: str, **options: Any) -> AsyncIterator[AsyncEpisode]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
 
-from swarmtune import SwarmClient
+from swarmtune import AsyncSwarmClient, SwarmClient
 from swarmtune.client import EpisodeNotEnded
 from swarmtune.errors import (
     BadConfig,
@@ -19,6 +21,7 @@ from swarmtune.errors import (
 )
 from swarmtune.local import LocalServer
 from swarmtune.protocol import EngineState, EpisodeState
+from swarmtune.transport import Transport
 from tests.client.client_parts import LosingProxy, ask, scripted, until
 
 
@@ -38,6 +41,34 @@ def test_an_exception_aborts_the_episode_and_travels_on(swarm: SwarmClient) -> N
     view = episode.view()
     assert view.state is EpisodeState.ABORTED
     assert "agent bug" in (view.reason or "")
+
+
+def test_a_claim_cancelled_while_its_grant_is_on_its_way_leaves_no_episode(
+    swarm: SwarmClient, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    granted = asyncio.Event()
+
+    async def late(transport: Transport, path: str, *args: Any, **options: Any) -> Any:
+        answer = await post(transport, path, *args, **options)
+        if path == "/v1/episodes":
+            granted.set()
+            await asyncio.sleep(0.05)
+        return answer
+
+    async def claim_and_give_up() -> None:
+        async with AsyncSwarmClient(server.url) as client:
+            claiming = asyncio.create_task(client.claim("t"))
+            await granted.wait()
+            claiming.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await claiming
+
+    swarm.start(scripted())
+    post = Transport.post
+    with monkeypatch.context() as patch:
+        patch.setattr(Transport, "post", late)
+        asyncio.run(claim_and_give_up())
+    assert swarm.status().open_episodes == 0
 
 
 def test_leaving_without_end_aborts_and_warns(swarm: SwarmClient) -> None:
