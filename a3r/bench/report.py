@@ -198,7 +198,9 @@ def _cell(series: Series, index: int) -> dict[str, str]:
     if finding is None:
         return cell
     cell["title"] += f", {finding.outcome}" + (f" {finding.change}" if finding.change else "")
-    cell["sign"] = {Outcome.CONFIRMED: "▲", Outcome.UNDECIDED: "?", Outcome.PENDING: "…"}.get(finding.outcome, "")
+    cell["sign"] = {Outcome.CONFIRMED: "▲", Outcome.UNDECIDED: "?", Outcome.PENDING: "…", Outcome.UNCONFIRMED: "?"}.get(
+        finding.outcome, ""
+    )
     if finding.band:
         low, high = finding.band
         half = max((high - low) / 2, 1e-12)

@@ -271,7 +271,10 @@ class Session:
     def reruns(self, loaded: LoadedSuite, task: Task, metric: str, alarm: Alarm) -> Reruns:
         """The fresh values of an alarm's pair that there are, without gaps."""
         purpose = pair("confirm", alarm.head, alarm.base)
-        return Reruns(*(self._fresh(loaded, c, task, purpose, metric) for c in (alarm.head, alarm.base)))
+        head, base = (self._fresh(loaded, c, task, purpose, metric) for c in (alarm.head, alarm.base))
+        after = ((alarm.head, len(head)), (alarm.base, len(base)))
+        failed = any(self.results.get(self._key(loaded, c, task, purpose, n)) is not None for c, n in after)
+        return Reruns(head, base, failed)
 
     def _fresh(self, loaded: LoadedSuite, commit: str, task: Task, purpose: str, metric: str) -> tuple[float, ...]:
         values: list[float] = []
@@ -454,7 +457,7 @@ class _Skipped(Exception):
 
 def exit_of(finding: Finding | None) -> Exit:
     """A missing finding is one that an undecided earlier one stands in the way of."""
-    if finding is None or finding.outcome is Outcome.PENDING:
+    if finding is None or finding.outcome in (Outcome.PENDING, Outcome.UNCONFIRMED):
         return Exit.NOT_MEASURED
     if finding.outcome is Outcome.CONFIRMED:
         return Exit.REGRESSION if finding.change is Change.REGRESSION else Exit.FINE
@@ -470,8 +473,8 @@ def describe(series: Series, finding: Finding | None) -> list[str]:
         return []
     if finding.outcome is Outcome.BASELINE:
         return [f"{where}: the first of its history, nothing to compare it with"]
-    if finding.outcome is Outcome.PENDING:
-        return [f"{where}: reruns of head and base could not be made"]
+    if finding.outcome in (Outcome.PENDING, Outcome.UNCONFIRMED):
+        return [f"{where}: marked as {finding.change}; its reruns could not be made"]
     return [f"{where}: {finding.change} {finding.outcome} by reruns, {effect_words(series, finding)}"]
 
 

@@ -47,6 +47,8 @@ class Outcome(StrEnum):
     """The reruns show an effect of interest that their noise could explain."""
     PENDING = "pending"
     """Marked by the screen; its reruns are not complete."""
+    UNCONFIRMED = "unconfirmed"
+    """Marked by the screen; its reruns could not be made. It stays out of the baseline, as an undecided one does."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Reruns:
 
     head: tuple[float, ...] = ()
     base: tuple[float, ...] = ()
+    failed: bool = False
+    """One of them could not be made, so there will be no more."""
 
     @property
     def pairs(self) -> int:
@@ -265,6 +269,8 @@ def confirm(alarm: Alarm, reruns: Reruns, rules: Rules) -> Finding:
     """What the reruns of head and base say, at the looks fixed in advance; nothing else is looked at."""
     finding = Finding(alarm.head, Outcome.PENDING, alarm.change, alarm.by, alarm.base)
     for look, alpha in zip(rules.looks, look_alphas(rules.looks, rules.alpha), strict=True):
+        if reruns.pairs < look and reruns.failed:
+            return replace(finding, outcome=Outcome.UNCONFIRMED)
         if reruns.pairs < look:
             return replace(finding, outcome=Outcome.PENDING, needs=look)
         head, base = reruns.head[:look], reruns.base[:look]

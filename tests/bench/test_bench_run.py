@@ -111,6 +111,20 @@ def test_a_commit_that_does_not_build_is_recorded_and_the_others_measured(projec
     assert not project.left_over()
 
 
+def test_a_mark_whose_reruns_cannot_be_made_does_not_stop_what_follows(project):
+    client = (project.root / "client.py").read_text()
+    project.commit(10.05)
+    project.write(
+        "client.py", client.replace("import subject", "import subject; assert int(args.seed) < 9000, 'no more'")
+    )
+    marked = project.commit(6.0)
+    project.write("client.py", client)
+    project.commit(10.02)
+    summary = project.run("ALL")
+    assert [v.exit for v in summary.verdicts[2:]] == [Exit.NOT_MEASURED, Exit.FINE]
+    assert finding(project.session(), marked).outcome is Outcome.UNCONFIRMED
+
+
 def test_a_run_that_fails_is_recorded_with_its_evidence(project):
     project.commit("__import__('sys').exit('sad')")
     summary = project.run()
