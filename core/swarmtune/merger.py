@@ -64,6 +64,7 @@ class MergeReport:
     inexact_tokens: int = 0
     """Of these: trained in another context than they were sampled in."""
     breaks: list[Break] = field(default_factory=list)
+    """Of the merged calls but the first, which has nothing to break from: side calls before it do not count."""
     recognised: dict[str, int] = field(default_factory=dict)
     """Calls by how their own turns were recognised: ids, text, loose, none."""
     left_out: dict[str, int] = field(default_factory=dict)
@@ -113,7 +114,7 @@ def merge(
         },
         sampled_tokens=sum(call.sampled_tokens for call in calls),
         inexact_tokens=sum(row.inexact_tokens for row in rows),
-        breaks=[_explain(tracker, call, call.break_reason) for call in calls if call.break_reason is not None],
+        breaks=[_explain(tracker, call, call.break_reason) for call in calls[1:] if call.break_reason is not None],
         recognised=dict(Counter(call.recognised_by for call in calls)),
         left_out=_left_out(tracker, calls),
         mixed_temperature_rows=sum(len(row.temperatures) > 1 for row in rows),
