@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SamplingConfig(_Part):
@@ -35,7 +35,7 @@ class SamplingConfig(_Part):
     top_k: int = Field(default=0, ge=0)
     max_tokens: int = Field(default=512, ge=1)
     """Upper bound of one answer; a request's own limit is clamped to it and to what fits the context."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     pinned: bool = False
     """True: a request's own temperature, top_p, top_k, stop and seed are recorded but not used."""
 

@@ -13,12 +13,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from swarmtune.journal import EventWritten, Journal, JournalError
+from swarmtune.journal import EventWritten, Journal
 from swarmtune.protocol import Event
 
 log = logging.getLogger(__name__)
@@ -80,10 +81,14 @@ class EventLog:
                 yield []
 
     def attach(self, journal: Journal, path: Path, *, last_seq: int) -> None:
-        """From now on events go to this run's journal and file as well; numbers go on after `last_seq`."""
+        """From now on events go to this run's journal and file as well; numbers go on after `last_seq`.
+
+        Raises:
+            OSError: the file cannot be opened; nothing is attached.
+        """
+        file = path.open("ab")
         self._seq = max(self._seq, last_seq)
-        self._journal = journal
-        self._file = path.open("ab")
+        self._journal, self._file = journal, file
         self._writer = asyncio.get_running_loop().create_task(self._write_queued(journal, self._file))
 
     async def detach(self) -> None:
@@ -93,7 +98,8 @@ class EventLog:
         self._journal = None
         self._queued.set()
         await self._writer
-        self._file.close()
+        with suppress(OSError):  # a full disk: what it refuses was counted
+            self._file.close()
         self._writer = self._file = None
 
     async def _write_queued(self, journal: Journal, file: BinaryIO) -> None:
@@ -107,6 +113,6 @@ class EventLog:
                 await journal.write(*(EventWritten(event) for event in events))
                 file.write(b"".join(orjson.dumps(event.model_dump()) + b"\n" for event in events))
                 file.flush()
-            except (JournalError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - a report, not a promise: no event may end the others
                 self.lost += len(events)
                 log.warning("events not written", extra={"events": len(events), "reason": str(error)})

@@ -31,9 +31,9 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class EngineState(StrEnum):
@@ -153,6 +153,11 @@ class ServerStatus(_Wire):
 
 EpisodeKind = Literal["train", "evaluate"]
 
+MAX_LEASE_S = 7 * 24 * 3600.0
+"""Longest lease that can be asked for: an episode whose client vanished is given up some day."""
+MAX_REASON = 1000
+"""Characters of an abort's reason that are kept."""
+
 
 class ClaimRequest(_Wire):
     task_id: str = Field(min_length=1, max_length=512)
@@ -161,11 +166,11 @@ class ClaimRequest(_Wire):
     """A registered client's name; its share applies."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Overrides of SamplingConfig for this episode."""
-    lease_s: float | None = Field(None, gt=0)
+    lease_s: float | None = Field(None, gt=0, le=MAX_LEASE_S)
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in
     the episode (0 for the first call). None leaves such calls unseeded."""
-    claim_id: str | None = None
+    claim_id: str | None = Field(None, min_length=1, max_length=128)
     """Idempotency key: the same claim_id gets the same episode again."""
     wait_s: float = Field(0.0, ge=0.0, le=120.0)
     """Wait this long for the server to be rolling instead of being refused."""
@@ -226,7 +231,8 @@ class EndResult(_Wire):
 
 
 class AbortRequest(_Wire):
-    reason: str = ""
+    reason: Annotated[str, AfterValidator(lambda text: text[:MAX_REASON])] = ""
+    """Kept with the episode and told in the event log, up to MAX_REASON characters."""
 
 
 class RegisterRequest(_Wire):

@@ -177,10 +177,19 @@ class Run:
         """
         numbers = [int(p.name) for p in runs.glob("[0-9]*") if p.name.isdecimal()] if runs.exists() else []
         folder = runs / f"{max(numbers, default=0) + 1:04d}"
-        folder.mkdir(parents=True)
         resolved = config.model_dump(mode="json")
-        (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-        return cls(folder, config, Journal.create(folder / "journal.db", config=resolved))
+        journal = None
+        try:
+            folder.mkdir(parents=True)
+            journal = Journal.create(folder / "journal.db", config=resolved)
+            # Last: a folder without it was cut short while it was made, and is no run.
+            (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, config, journal)
 
     @classmethod
     def resume(cls, folder: Path) -> Self:
@@ -212,8 +221,7 @@ class Run:
     def _restore(self, recovery: Recovery, on_disk: dict[int, Path]) -> None:
         for episode in recovery.closed:
             self.book.restore(episode)
-        for name, share in recovery.clients.items():
-            self.clients.register(name, share)
+        self.clients.restore(recovery.clients)
         for finished in recovery.pooled:
             self.pool.add(finished)
         self.records = list(recovery.steps)
@@ -473,15 +481,15 @@ def append_line(path: Path, payload: dict) -> None:
 
 
 def keep_metrics(path: Path, *, up_to_step: int) -> None:
-    """Drop the lines of steps that will be trained again, and a line cut short by a crash."""
+    """Drop the lines of steps that will be trained again, and what is no line of a step: one cut short by a crash."""
     if not path.exists():
         return
     kept = []
     for line in path.read_bytes().splitlines():
         try:
-            if orjson.loads(line).get("step", 0) <= up_to_step:
+            if orjson.loads(line)["step"] <= up_to_step:
                 kept.append(line + b"\n")
-        except orjson.JSONDecodeError:
+        except (orjson.JSONDecodeError, LookupError, TypeError):
             continue
     scratch = path.with_suffix(".tmp")
     scratch.write_bytes(b"".join(kept))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import swarmtune
-from swarmtune.backend import Backend, BackendError, BackendLost, StartFailed
+from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed
 from swarmtune.config import ConfigError, SamplingConfig, TrainConfig, explain
 from swarmtune.engines.scripted import ScriptedBackend
 from swarmtune.episodes import Episode, EpisodeError
@@ -30,6 +31,7 @@ from swarmtune.events import EventLog
 from swarmtune.gateway.control import ControlRefused
 from swarmtune.journal import (
     ClientRegistered,
+    ClientRemoved,
     EpisodeAccepted,
     EpisodeAnswered,
     EpisodeClaimed,
@@ -74,6 +76,8 @@ BACKEND_GRACE_S = 10.0
 UNTAKEN_GRACE_S = 5.0
 """How long an episode waits whose client hung up before it had the grant: a repeated claim may still fetch it."""
 RETRY_AFTER_S = 2.0
+
+START_AFRESH = "to leave it alone and begin a new run, start with another configuration, or the server with --fresh"
 
 _LIVE = frozenset({EngineState.BOOTING, EngineState.ROLLING, EngineState.ROLLING_POST, EngineState.WEIGHT_SYNCING})
 _SERVING = frozenset({EngineState.ROLLING, EngineState.ROLLING_POST, EngineState.WEIGHT_SYNCING})
@@ -141,13 +145,14 @@ class SwarmServer:
             return
         async with self._lifecycle:
             try:
-                run = await asyncio.to_thread(Run.resume, folder)
-            except (JournalError, ConfigError, OSError) as error:
-                self._failure = (f"{folder}: {error}", "")
+                await self._launch(await asyncio.to_thread(Run.resume, folder))
+            except Exception as error:
+                known = isinstance(error, JournalError | ConfigError | OSError)
+                log.error("cannot go on with the last training", exc_info=None if known else error)
+                reason = str(error) if known else f"{type(error).__name__}: {error}"
+                self._failure = (f"{folder}: {reason}; {START_AFRESH}", "")
                 self._move(EngineState.BOOTING)
-                self._move(EngineState.FAILED, reason=str(error))
-                return
-            self._launch(run)
+                self._move(EngineState.FAILED, reason=reason)
 
     async def close(self) -> None:
         """Stop the training, keep what is needed to go on with it, and leave nothing behind."""
@@ -184,13 +189,10 @@ class SwarmServer:
                 raise ConfigError(f"engine.kind: this server has no engine {config.engine.kind!r}; it has {known}")
             await self._retire()
             try:
-                run = await asyncio.to_thread(self._open_run, config)
+                await self._launch(await asyncio.to_thread(self._open_run, config))
             except OSError as error:
-                raise ControlRefused(
-                    Code.NO_SPACE, f"{self._data_dir}: {error}; free some space or give another --data-dir"
-                ) from error
+                raise _unusable_folder(self._data_dir, error) from error
             self._fresh = False
-            self._launch(run)
         return self.status()
 
     def _join(self, run: Run, config: TrainConfig) -> None:
@@ -216,16 +218,33 @@ class SwarmServer:
             except (ConfigError, ValueError):
                 stored = None
             if stored is not None and not stored.differences(config):
-                return Run.resume(folders[-1])
+                return self._resume(folders[-1])
         return Run.create(runs, config)
 
-    def _launch(self, run: Run) -> None:
+    def _resume(self, folder: Path) -> Run:
+        try:
+            return Run.resume(folder)
+        except JournalError as error:
+            if error.code is Code.NO_SPACE:
+                raise
+            raise ControlRefused(error.code, f"{error}; {START_AFRESH}") from error
+
+    async def _launch(self, run: Run) -> None:
+        """Make this run the live one.
+
+        Raises:
+            OSError: its files cannot be written; no run is live.
+        """
         self._run = run
         self._failure = None
         self._lost = None
+        try:
+            self.events.attach(run.journal, run.folder / "events.jsonl", last_seq=run.last_seq)
+            self._remember_run(run.folder)
+        except OSError:
+            await self._retire()
+            raise
         self._backend = self._backends[run.config.engine.kind]()
-        self.events.attach(run.journal, run.folder / "events.jsonl", last_seq=run.last_seq)
-        self._remember_run(run.folder)
         self._move(EngineState.BOOTING, run=run.folder.name, step=run.step)
         self._task = asyncio.create_task(self._live(run, self._backend))
 
@@ -238,10 +257,19 @@ class SwarmServer:
             if self._state is EngineState.OFFLINE:
                 return self.status()
             if forget:
-                self._remember_run(None)
+                self._forget_run()
             updating = self._state is EngineState.WEIGHT_SYNCING
             self._move(EngineState.STOPPING)
             run = self._run
+            try:
+                await self._wind_down(run, updating=updating)
+            finally:
+                self._move(EngineState.OFFLINE)
+        return self.status()
+
+    async def _wind_down(self, run: Run | None, *, updating: bool) -> None:
+        """From stopping to nothing: episodes aborted, the step in progress waited for, a checkpoint, no backend."""
+        try:
             if run is not None:
                 await self._abort_open(run, "server_stopped")
             if self._task is not None:
@@ -253,9 +281,8 @@ class SwarmServer:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SAVE_GRACE_S):
                         await self._save_if_needed(run)
+        finally:
             await self._retire()
-            self._move(EngineState.OFFLINE)
-        return self.status()
 
     async def _retire(self) -> None:
         """Let go of backend and run; both may be gone already."""
@@ -332,7 +359,7 @@ class SwarmServer:
         started = time.monotonic()
         work_dir = run.folder / "engine"
         work_dir.mkdir(exist_ok=True)
-        run.info = await backend.start(run.config, work_dir=work_dir, resume=Path(last.path) if last else None)
+        run.info = await _start_backend(backend, run, work_dir)
         self._watch = asyncio.create_task(self._watch_backend(backend, self._life))
         if run.renderer is None:
             run.renderer = await asyncio.to_thread(load_renderer, run.info.model_path)
@@ -518,6 +545,8 @@ class SwarmServer:
                 await self._give_up_untaken(run)
             except JournalError as error:
                 log.warning("expiry not journalled; a restart closes them too", extra={"reason": str(error)})
+            except Exception:
+                log.exception("a look at the leases failed; the next one follows")
             self._wake()
 
     async def _note_expired(self, run: Run, expired: list[Episode]) -> None:
@@ -638,7 +667,7 @@ class SwarmServer:
         now = time.monotonic()
         for episode_id in [e for e, due in self._untaken.items() if due <= now]:
             del self._untaken[episode_id]
-            with contextlib.suppress(EpisodeError):  # it was closed meanwhile
+            with contextlib.suppress(EpisodeError, ControlRefused):  # it, or the training, was closed meanwhile
                 episode = run.book.get(episode_id)
                 if episode.calls == 0 and episode.last_seen == episode.claimed_at:
                     await self.abort(episode_id, "its client hung up before it had the grant")
@@ -784,8 +813,10 @@ class SwarmServer:
         self._wake()
         return view
 
-    def leave(self, name: str) -> None:
-        self.live_run().clients.remove(name)
+    async def leave(self, name: str) -> None:
+        run = self.live_run()
+        run.clients.remove(name)
+        await run.journal.write(ClientRemoved(name))
         self.events.emit("client", name=name, left=True)
         self._wake()
 
@@ -882,17 +913,68 @@ class SwarmServer:
     def _memory(self) -> Path:
         return self._data_dir / "training.json"
 
-    def _remember_run(self, folder: Path | None) -> None:
+    def _remember_run(self, folder: Path) -> None:
         scratch = self._memory.with_suffix(".tmp")
-        scratch.write_text(json.dumps({"run": folder.name if folder else None}) + "\n")
+        scratch.write_text(json.dumps({"run": folder.name}) + "\n")
         os.replace(scratch, self._memory)
 
+    def _forget_run(self) -> None:
+        """Needs no space: a training can be stopped on a full disk."""
+        try:
+            self._memory.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "the training will go on at the next start of the server, unless that is told --fresh",
+                extra={"reason": str(error)},
+            )
+
     def _remembered_run(self) -> Path | None:
+        """The folder of the training to go on with. One whose note cannot be read is the last one there is."""
+        runs = self._data_dir / "runs"
         if not self._memory.is_file():
             return None
-        name = json.loads(self._memory.read_text()).get("run")
-        folder = self._data_dir / "runs" / name if name else None
+        try:
+            name = json.loads(self._memory.read_text()).get("run")
+        except (ValueError, AttributeError):
+            names = sorted(p.parent.name for p in runs.glob("[0-9]*/journal.db"))
+            name = names[-1] if names else None
+            log.warning("training.json is damaged; going on with the last run", extra={"run": name})
+        folder = runs / str(name) if name else None
         return folder if folder is not None and (folder / "journal.db").is_file() else None
+
+
+async def _start_backend(backend: Backend, run: Run, work_dir: Path) -> BackendInfo:
+    """Bring the model up as its last checkpoint has it.
+
+    Raises:
+        StartFailed: names the checkpoint, where there is one, and the way around it.
+    """
+    last = run.last_checkpoint
+    try:
+        return await backend.start(run.config, work_dir=work_dir, resume=Path(last.path) if last else None)
+    except StartFailed as error:
+        if last is None:
+            raise
+        raise StartFailed(
+            f"{error.reason}; it was to go on from {last.path}: restore that if it is damaged; {START_AFRESH}",
+            error.log_tail,
+        ) from error
+
+
+def _unusable_folder(data_dir: Path, error: OSError) -> ControlRefused:
+    """A data folder that cannot be written, by its reason."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        return ControlRefused(Code.NO_SPACE, f"{data_dir}: {error}; free some space or give another --data-dir")
+    return ControlRefused(
+        Code.INTERNAL, f"{data_dir}: {error}; the folder must be writable for this user, or give another --data-dir"
+    )
+
+
+def _is_folder(name: str) -> bool:
+    try:
+        return bool(name) and Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError):  # too long for a path; a home that is nobody's
+        return False
 
 
 def check_model_name(model: str) -> None:
@@ -901,7 +983,7 @@ def check_model_name(model: str) -> None:
     Raises:
         ControlRefused: unknown_model, with the names there are.
     """
-    if model in ENTRIES or Path(model).expanduser().is_dir():
+    if model in ENTRIES or _is_folder(model):
         return
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         names = ", ".join(ENTRIES)

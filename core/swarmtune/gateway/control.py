@@ -7,8 +7,10 @@ its end even when the client hangs up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 
 MAX_POLL_S = 120.0
 EVENTS_IDLE_S = 5.0
+MAX_COUNTER = 2**53
+"""Larger than any number of a step or an event, and exact as a float."""
+
+_EVENT_ID = re.compile(r"[0-9]{1,30}")
 
 STATUS: dict[Code, int] = {
     Code.BAD_REQUEST: 400,
@@ -105,11 +111,12 @@ def refusal_of(error: Exception) -> ErrorBody | None:
             return None
 
 
-def error_response(body: ErrorBody) -> web.Response:
+def error_response(body: ErrorBody, *, status: int | None = None) -> web.Response:
+    """`status`: instead of the code's usual one."""
     headers = {}
     if body.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(body.retry_after_s)))
-    return json_response({"error": body.model_dump(mode="json")}, STATUS.get(body.code, 500), headers)
+    return json_response({"error": body.model_dump(mode="json")}, status or STATUS.get(body.code, 500), headers)
 
 
 def json_response(payload: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -118,6 +125,32 @@ def json_response(payload: Any, status: int = 200, headers: dict[str, str] | Non
     elif isinstance(payload, list):
         payload = [p.model_dump(mode="json") if isinstance(p, BaseModel) else p for p in payload]
     return web.Response(body=orjson.dumps(payload), status=status, headers=headers, content_type="application/json")
+
+
+def read_json(raw: bytes) -> Any:
+    """A body as Python values.
+
+    Raises:
+        ControlRefused: not JSON, nested beyond reason, or with half a character that no file could hold.
+    """
+    with contextlib.suppress(orjson.JSONDecodeError):
+        return orjson.loads(raw)
+    try:
+        data = json.loads(raw)
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ControlRefused(
+            Code.BAD_REQUEST,
+            "the body has half a character (a lone surrogate such as \\ud800); replace it before sending: "
+            "text.encode(errors='replace').decode()",
+        ) from None
+    except RecursionError:
+        raise ControlRefused(
+            Code.BAD_REQUEST, "the body is nested too deep; no request here needs more than a few levels"
+        ) from None
+    except ValueError as error:
+        raise ControlRefused(Code.BAD_REQUEST, f"the body is not JSON: {error}") from None
+    return data
 
 
 async def read_model(request: web.Request, model: type[Model], *, empty: bool = False) -> Model:
@@ -130,14 +163,7 @@ async def read_model(request: web.Request, model: type[Model], *, empty: bool = 
     if not raw and empty:
         return model()
     try:
-        data = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        try:
-            data = json.loads(raw)
-        except ValueError as error:
-            raise ControlRefused(Code.BAD_REQUEST, f"the body is not JSON: {error}") from None
-    try:
-        return model.model_validate(data)
+        return model.model_validate(read_json(raw))
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors()]
         raise ControlRefused(Code.BAD_REQUEST, f"{model.__name__}: " + "; ".join(lines)) from None
@@ -157,6 +183,15 @@ def number_query(request: web.Request, name: str, default: float, *, high: float
     if not value >= 0:
         raise ControlRefused(Code.BAD_REQUEST, f"{name}: must be a number from 0 up, not {text!r}")
     return min(value, high)
+
+
+def counter_query(request: web.Request, name: str) -> int:
+    """A number of a step or an event, 0 unless given; larger than any there will ever be is the largest there can be.
+
+    Raises:
+        ControlRefused: not a number from 0 up.
+    """
+    return int(number_query(request, name, 0.0, high=MAX_COUNTER))
 
 
 _changes: set[asyncio.Task[Any]] = set()
@@ -219,6 +254,8 @@ class ControlRoutes:
                     raise Forbidden("a page of another site may not use this server")
                 self._keys.require(request.headers, *any_of)
                 return await handler(request)
+            except web.HTTPRequestEntityTooLarge as error:
+                return error_response(ErrorBody(code=Code.BAD_REQUEST, message=f"{error.text} Send less"), status=413)
             except web.HTTPException:
                 raise
             except Exception as error:
@@ -257,7 +294,7 @@ class ControlRoutes:
         return json_response({})
 
     async def steps(self, request: web.Request) -> web.Response:
-        after = int(number_query(request, "after", 0))
+        after = counter_query(request, "after")
         wait_s = number_query(request, "wait_s", 0.0, high=MAX_POLL_S)
         return json_response(await self._server.steps_after(after, wait_s=wait_s))
 
@@ -270,7 +307,7 @@ class ControlRoutes:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events; with `Accept: application/json` the events so far as a list."""
         last = request.headers.get("Last-Event-ID", "")
-        after = int(last) if last.isdecimal() else int(number_query(request, "after", 0))
+        after = min(int(last), MAX_COUNTER) if _EVENT_ID.fullmatch(last) else counter_query(request, "after")
         if "application/json" in request.headers.get("Accept", ""):
             return json_response(list(await self._server.events.after(after)))
         response = await open_stream(request)
@@ -317,7 +354,7 @@ class ControlRoutes:
         return json_response(await to_the_end(self._server.register(body)))
 
     async def leave(self, request: web.Request) -> web.Response:
-        self._server.leave(request.match_info["name"])
+        await to_the_end(self._server.leave(request.match_info["name"]))
         return json_response({})
 
     async def client_heartbeat(self, request: web.Request) -> web.Response:
