@@ -7,6 +7,7 @@ What always holds: the address and the folder are taken before any training is t
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import gc
 import json
@@ -61,7 +62,15 @@ def run(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     has_control = any(Capability.CONTROL in capabilities for capabilities in settings.keys.values())
     refuse_open_bind(settings.host, has_control_key=has_control)
     with bound_socket(settings.host, settings.port) as listener, exclusive(settings.data_dir):
-        uvloop.run(_serve(settings, listener, announce))
+        try:
+            uvloop.run(_serve(settings, listener, announce))
+        except OSError as error:
+            raise unusable(settings.data_dir, error) from error
+
+
+def unusable(data_dir: Path, error: OSError) -> ServeError:
+    fix = "free some space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "make it writable for this user"
+    return ServeError(f"--data-dir {data_dir}: {error.strerror or error}; {fix}, or give another folder")
 
 
 async def _serve(settings: ServeSettings, listener: socket.socket, announce: Callable[[str], None]) -> None:
@@ -119,18 +128,17 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ServeError(f"--host {host}: {error.strerror or error}; give an address of this machine") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)  # from here on another server is refused
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)  # from here on another server is refused
+        except OSError as error:
+            raise ServeError(
+                f"port {port} on {host} cannot be taken ({error.strerror}); stop what listens there "
+                f"(`swarmtune stop --url http://{host}:{port}` if it is a swarm server) or give another --port"
+            ) from error
         yield listener
-    except OSError as error:
-        raise ServeError(
-            f"port {port} on {host} cannot be taken ({error.strerror}); stop what listens there "
-            f"(`swarmtune stop --url http://{host}:{port}` if it is a swarm server) or give another --port"
-        ) from error
-    finally:
-        listener.close()
 
 
 @contextmanager
@@ -144,7 +152,7 @@ def exclusive(data_dir: Path) -> Iterator[None]:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = (data_dir / "lock").open("a")
     except OSError as error:
-        raise ServeError(f"--data-dir {data_dir}: {error.strerror}; give a folder that can be written") from error
+        raise unusable(data_dir, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

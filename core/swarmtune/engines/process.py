@@ -67,7 +67,7 @@ class ProcessBackend:
                 work_dir=str(work_dir),
                 resume=str(resume) if resume else None,
             )
-        except BackendError as error:
+        except (BackendError, OSError) as error:
             raise StartFailed(str(error), child.log_tail()) from error
         finally:
             if started is None:

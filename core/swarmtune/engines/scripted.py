@@ -323,8 +323,16 @@ def trained_context(folder: Path) -> int:
 
 
 def load_checkpoint(path: Path) -> tuple[int, list[str]]:
-    state = json.loads((path / "state.json").read_text())
-    return state["step"], state["episodes"]
+    """Step and episodes of a checkpoint.
+
+    Raises:
+        StartFailed: it is missing or damaged.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text())
+        return state["step"], state["episodes"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StartFailed(f"{path}: the checkpoint cannot be read ({error})") from error
 
 
 def write_checkpoint(path: Path, step: int, episodes: list[str]) -> None:
