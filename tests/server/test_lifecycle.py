@@ -30,11 +30,12 @@ async def states(local: LocalServer) -> list[str]:
 
 
 async def step(local: LocalServer) -> int:
-    """Run one batch of two episodes and wait for its step."""
+    """Run one batch of two episodes and wait until its step is done, checkpoint and all."""
     before = local.server.status().step
     for n in range(2):
         await local.run_episode(f"task-{before}", float(n))
     records = await local.server.steps_after(before, wait_s=20)
+    await local.server.status_when(leaves=EngineState.WEIGHT_SYNCING, wait_s=20)
     return records[-1].step
 
 
