@@ -22,7 +22,7 @@ Line = str | Callable[[Conversation], str]
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
-LIMIT_S = 150.0
+LIMIT_S = 250.0
 """No agent takes so long, on a busy machine either."""
 END = "<|im_end|>"
 

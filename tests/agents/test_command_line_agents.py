@@ -21,7 +21,7 @@ from swarmtune.protocol import EpisodeGrant
 TASK = "Read notes.txt and tell me the code."
 BIN = Path(os.environ.get("A3R_AGENTS", ROOT / ".venv-agents")) / "node_modules" / ".bin"
 
-pytestmark = [pytest.mark.agents, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)

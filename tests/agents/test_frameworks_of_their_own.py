@@ -20,7 +20,7 @@ USES_A_TOOL = (
     found(r"sum is (\d+)", " It is {}.\n\n"),
 )
 
-pytestmark = [pytest.mark.agents, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(300)]
 
 
 async def answer_of(stage: Stage, grant: EpisodeGrant, program: str, *arguments: str) -> str:
