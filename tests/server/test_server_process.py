@@ -237,13 +237,16 @@ def test_the_events_command_follows_until_interrupted(serve, model):
     watch = subprocess.Popen(
         command("events", "--url", process.url), env=environment(), stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    with watch:
+    try:
         assert watch.stdout is not None
         assert "state=booting" in watch.stdout.readline()
         process.run_episode(1.0)
         until(lambda: "outcome=admitted" in watch.stdout.readline())
         watch.send_signal(signal.SIGINT)
         assert watch.wait(PATIENCE_S) == 0
+    finally:
+        watch.kill()
+        watch.communicate()
 
 
 def test_a_port_in_use_is_exit_code_2_with_a_sentence(tmp_path):
