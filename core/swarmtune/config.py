@@ -19,6 +19,10 @@ BatchPolicy = Literal[
 ]
 
 
+BASELINE_METRIC = "reward_baseline"
+"""algorithm.advantage remax: the metric of an episode that holds the reward of the task's greedy answer."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names key, problem and fix, one per line."""
 

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 
 import swarmtune
 from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed
-from swarmtune.config import ConfigError, SamplingConfig, TrainConfig, explain
+from swarmtune.config import BASELINE_METRIC, ConfigError, SamplingConfig, TrainConfig, explain
 from swarmtune.engines.scripted import ScriptedBackend
 from swarmtune.episodes import Episode, EpisodeError
 from swarmtune.events import EventLog
@@ -715,6 +716,8 @@ class SwarmServer:
         """
         run = self.live_run()
         episode = run.book.get(episode_id)
+        if episode.kind == "train" and episode.is_open:
+            _check_metrics(run.config, request.metrics)
         async with episode.lock:
             begun = run.book.begin_end(episode_id, request.submission_id, request.reward)
             if begun.answer is not None:
@@ -941,6 +944,20 @@ class SwarmServer:
             log.warning("training.json is damaged; going on with the last run", extra={"run": name})
         folder = runs / str(name) if name else None
         return folder if folder is not None and (folder / "journal.db").is_file() else None
+
+
+def _check_metrics(config: TrainConfig, metrics: Mapping[str, float]) -> None:
+    """What the estimator cannot do without must come with each episode: a batch that lacks it could never be trained.
+
+    Raises:
+        ControlRefused: bad_request; the episode stays open.
+    """
+    if config.algorithm.advantage == "remax" and not math.isfinite(metrics.get(BASELINE_METRIC, math.nan)):
+        raise ControlRefused(
+            Code.BAD_REQUEST,
+            f"metrics.{BASELINE_METRIC}: algorithm.advantage 'remax' needs it with each end, a finite number: the "
+            "reward of the task's greedy answer. Send it, or train with another estimator",
+        )
 
 
 async def _start_backend(backend: Backend, run: Run, work_dir: Path) -> BackendInfo:

@@ -133,3 +133,17 @@ async def test_leases_are_looked_at_again_after_a_fault(local: LocalServer, monk
     grant = await local.claim(lease_s=0.1)
     await looked.wait()
     await local.until(lambda: book.get(grant.episode_id).state == "expired")
+
+
+async def test_an_end_without_the_number_its_estimator_needs_is_refused_and_may_be_sent_again(local: LocalServer):
+    await local.boot(**{"algorithm.advantage": "remax"})
+    grant = await local.claim()
+    await local.chat(grant.api_key)
+    path = f"/v1/episodes/{grant.episode_id}/end"
+    for metrics in (b"{}", b'{"reward_baseline": NaN}'):
+        body = b'{"reward": 1, "submission_id": "s", "metrics": ' + metrics + b"}"
+        status, code, message = await refusal(local, path, body)
+        assert (status, code) == (400, "bad_request") and "reward_baseline" in message
+    body = json.dumps({"reward": 1, "submission_id": "s", "metrics": {"reward_baseline": 0.5}})
+    async with local.http.post(path, data=body) as response:
+        assert (await response.json())["outcome"] == "admitted"

@@ -16,7 +16,7 @@ import torch
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
-from swarmtune.config import AlgorithmConfig, ConfigError
+from swarmtune.config import BASELINE_METRIC, AlgorithmConfig, ConfigError
 from swarmtune.types import FinishedEpisode
 
 WITHIN_GROUP = {
@@ -38,9 +38,6 @@ NEEDS = {
     "tir_optimal_token_baseline": "the sum of squared probabilities per token, which this trainer does not compute",
 }
 """Estimators of veRL that cannot be used, and what they lack."""
-
-BASELINE_METRIC = "reward_baseline"
-"""remax: the metric of an episode that holds the reward of the task's greedy answer."""
 
 
 def known_estimators() -> list[str]:
