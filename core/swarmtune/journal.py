@@ -1,7 +1,8 @@
 """The journal of one run: an SQLite file in the run's folder, the only writer of server state.
 
 What always holds: when `write` returns, its entries are on disk, all in one transaction (WAL, synchronous=FULL); when
-it raises, none of them is. One live server has the file; a second is refused. Samples of a batch stay until a checkpoint at or after its step is saved.
+it raises, none of them is. One live server has the file; a second is refused. Samples of a batch stay until a
+checkpoint at or after its step is saved.
 
     journal = Journal.create(path, config=…)  |  Journal.open(path)
     recovery = journal.recover(checkpoint_step=…)          # after open, before anything is written
