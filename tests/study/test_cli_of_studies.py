@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,8 +26,17 @@ def a3r(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@functools.cache
+def own_locks() -> str:
+    """Slots are locked for the whole machine under TMPDIR; here other studies' runs are not waited for."""
+    directory = tempfile.mkdtemp(prefix="a3r-test-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT / 'core'}{os.pathsep}{ROOT}", "COLUMNS": "160", "NO_COLOR": "1"}
+    path = f"{ROOT / 'core'}{os.pathsep}{ROOT}"
+    return os.environ | {"PYTHONPATH": path, "COLUMNS": "160", "NO_COLOR": "1", "TMPDIR": own_locks()}
 
 
 @pytest.fixture(scope="module")
