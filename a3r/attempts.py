@@ -26,7 +26,7 @@ from a3r.placement import Placement, Request, Tenant, place
 from a3r.results import FailureClass, RunRecord, RunStatus, observe
 from a3r.store import Change, Put, boot_id, boottime
 from a3r.worker import Assignment, Failure, GiveUp, NewVersion, PauseArm, Reaction, Retry, Worker
-from a3r.workers.recipe import CheckoutError, MissingSecret, RecipeWorker, secrets_of, write_text
+from a3r.workers.recipe import CheckoutError, MissingSecret, RecipeWorker, is_held, secrets_of, slot_lock, write_text
 
 SIGNATURES_STOP_ARM, ARMS_STOP_CAMPAIGN = 2, 3
 QUARANTINE_S, INFRA_WINDOW_S, INFRA_LIMIT = 3600.0, 6 * 3600.0, 2
@@ -70,6 +70,7 @@ class Attempts(Campaign):
     settings: Settings
     warnings: list[str] = field(default_factory=list)
     _adopted: set[str] = field(default_factory=set)
+    _told_of_others: set[str] = field(default_factory=set)
     _view_checked: float = 0.0
 
     # ---- choosing
@@ -96,8 +97,17 @@ class Attempts(Campaign):
             by_kind.setdefault(self.blueprint_of(run).resources.kind, []).append(run)
         found: list[Placement] = []
         for kind, runs in by_kind.items():
-            found += place([self._request(r) for r in runs], self.ledger.free_slots(kind), self._tenants(kind))
+            found += place([self._request(r) for r in runs], self._free_slots(kind), self._tenants(kind))
         return found
+
+    def _free_slots(self, kind: str) -> dict[str, list[str]]:
+        """Slots that nobody holds: neither an attempt of this study nor a process of another one on the host."""
+        free = self.ledger.free_slots(kind)
+        foreign = {h: [s for s in slots if is_held(slot_lock(self.hosts.named(h), s))] for h, slots in free.items()}
+        for host in (h for h, slots in foreign.items() if slots and h not in self._told_of_others):
+            self._told_of_others.add(host)
+            self.warnings.append(f"{', '.join(foreign[host])} of {host} are used by another study; runs wait for them")
+        return {h: [s for s in slots if s not in foreign[h]] for h, slots in free.items()}
 
     def _request(self, run: Mapping[str, Any]) -> Request:
         blueprint = self.blueprint_of(run)

@@ -6,6 +6,8 @@ classes. A file handed to a run is never changed afterwards; the factor under st
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +24,7 @@ import a3r
 from a3r import supervisor as sv
 from a3r.blueprint import Blueprint, Process, fill
 from a3r.formats import canonical, dump, sha256, to_yaml
+from a3r.hosts import Host
 from a3r.results import FailureClass
 from a3r.worker import Assignment, Failure, GiveUp, PauseArm, Reaction, Retry
 
@@ -109,7 +112,7 @@ class RecipeWorker:
             "nonce": job.nonce,
             "epoch": job.epoch,
             "queued_at": job.queued_at,
-            "locks": [str(lock_dir(job) / f"{slot.replace('/', '-')}.lock") for slot in job.slots],
+            "locks": [str(slot_lock(job.host, slot)) for slot in job.slots],
             "gpus": blueprint.resources.gpus,
             "processes": [self._process(p, values, job, code_dir, resume) for p in blueprint.start_order()],
             "timeouts": dump(blueprint.timeouts),
@@ -205,12 +208,21 @@ def write_text(path: Path, text: str) -> None:
     sv.replace_file(path, text)
 
 
-def lock_dir(job: Assignment) -> Path:
-    """Slot locks of a host, shared by every study of this user there."""
-    directory = Path(job.host.lock_dir or Path(os.environ.get("TMPDIR", "/tmp")) / f"a3r-locks-{os.getuid()}")
-    directory = directory / job.host.name
+def slot_lock(host: Host, slot: str) -> Path:
+    """The lock of a slot, shared by every study of this user on the host."""
+    directory = Path(host.lock_dir or Path(os.environ.get("TMPDIR", "/tmp")) / f"a3r-locks-{os.getuid()}") / host.name
     directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    return directory / f"{slot.replace('/', '-')}.lock"
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process of any study has the slot of this lock now."""
+    with contextlib.suppress(FileNotFoundError), lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def environment(job: Assignment) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from a3r.executor import HostUnreachable, Life, Sight
 from a3r.executors.local import LocalExecutor
 from a3r.hosts import load_hosts
 from a3r.strictyaml import FormatError
+from a3r.workers.recipe import slot_lock
 
 
 def interrupted(campaign, condition, **lock):
@@ -32,6 +34,22 @@ def interrupted(campaign, condition, **lock):
 
 def one_completed(study) -> bool:
     return any(r["state"] == "COMPLETED" for r in study.runs().values())
+
+
+def test_slots_of_another_study_are_waited_for_and_use_up_no_retry(campaign):
+    directory = campaign.create(hosts=campaign.hosts(slots=1))
+    study = campaign.open(directory)
+    lock = slot_lock(study.hosts.hosts[0], "cpu/0")
+    with lock.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        tick_until(study, lambda: study.warnings, "it says what it waits for")
+        for _ in range(5):
+            study.tick()
+        assert not study.open_attempts()
+        assert study.warnings == ["cpu/0 of here are used by another study; runs wait for them"]
+    study.run()
+    study.close()
+    assert {a["n"] for a in journal(directory).table("attempts").values()} == {1}
 
 
 def test_a_result_edited_by_hand_is_put_back_and_recorded(campaign):
