@@ -314,9 +314,23 @@ def stop(
     directory: DirOption = None,
     reason: Annotated[str, typer.Option(help="Goes into the report.")] = "stopped by hand",
 ) -> None:
-    """End the study with a partial report; what runs is stopped."""
-    where, _ = reading(directory)
-    command(where, "stop", {"reason": reason})
+    """End the study with a partial report; what runs is stopped. Leads it to its end where no leader runs."""
+    from rich.console import Console
+
+    from a3r.attempts import Settings
+    from a3r.campaign import leader_is_running
+    from a3r.research import open_study
+    from a3r.snapshot import take
+
+    where, store = reading(directory)
+    if take(where, store).state == "DONE":
+        print("the study is done")
+        return
+    if leader_is_running(where):
+        command(where, "stop", {"reason": reason})
+        return
+    drop(where, "stop", {"reason": reason})
+    lead(Console(highlight=False), open_study(where, Settings(view=False)))
 
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from a3r.blueprint import Blueprint
 from a3r.goal import Budget
 from a3r.hosts import Hosts
 from a3r.leader import BudgetLeft
-from a3r.store import Change, Drop, Put, Store, boottime
+from a3r.store import Change, Drop, Put, Store, boot_id, boottime
 
 PORT_RANGE = range(20000, 60000)
 
@@ -158,14 +158,18 @@ def spending_key(run: str, attempt: int) -> str:
     return f"{run}#{attempt}"
 
 
-def wall_of_sessions(store: Store) -> float:
-    """Seconds that leaders of this campaign have run so far: first to last event of each, by the boot clock."""
+def wall_of_sessions(store: Store, *, until_now: bool = False) -> float:
+    """Seconds that leaders of this campaign have run so far: first to last event of each, by the boot clock.
+
+    `until_now`: a leader runs, so its session has not ended with the last event.
+    """
     total, first, last, boot = 0.0, None, 0.0, ""
     for kind, booted, moment in store.moments():
         if kind == "LEADER_STARTED" or booted != boot:
             total += last - first if first is not None else 0.0
             first, boot = moment, booted
         last = moment
+    last = boottime() if until_now and boot == boot_id() else last
     return total + (last - first if first is not None else 0.0)
 
 

@@ -98,7 +98,12 @@ def brief(run: snapshot.RunView) -> Text:
 
 def budget_words(line: tuple[str, float, float | None]) -> str:
     name, used, limit = line
-    return f"{name} {used:.4g}" + (f"/{limit:.4g}" if limit is not None else "")
+    return f"{name} {rounded(used)}" + (f"/{rounded(limit)}" if limit is not None else "")
+
+
+def rounded(value: float) -> str:
+    """To a hundredth, without zeros at the end."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 class LiveView:

@@ -72,7 +72,7 @@ def take(directory: Path, store: Store) -> Snapshot:
         decision=next((s for s in steps if isinstance(s, Decision)), None),
         runs=runs,
         arms=store.table("arms"),
-        budget=_budget(store, goal),
+        budget=_budget(directory, store, goal),
         waits_for=_waits_for(store, state, waiting, hold),
         waiting_hash=waiting,
     )
@@ -122,9 +122,11 @@ def last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _budget(store: Store, goal: Goal) -> list[tuple[str, float, float | None]]:
+def _budget(directory: Path, store: Store, goal: Goal) -> list[tuple[str, float, float | None]]:
+    from a3r.campaign import leader_is_running
     from a3r.ledger import wall_of_sessions
 
+    wall_s = wall_of_sessions(store, until_now=leader_is_running(directory))
     rows = list(store.table("spending").values())
 
     def used(name: str) -> float:
@@ -133,7 +135,7 @@ def _budget(store: Store, goal: Goal) -> list[tuple[str, float, float | None]]:
     budget = goal.budget
     lines: list[tuple[str, float, float | None]] = [
         ("runs", used("runs"), budget.runs),
-        ("wall h", wall_of_sessions(store) / 3600.0, budget.wall / 3600.0 if budget.wall else None),
+        ("wall min", wall_s / 60.0, budget.wall / 60.0 if budget.wall else None),
         ("GPU h", used("gpu_s") / 3600.0, budget.gpu_h),
         ("LLM tokens", used("llm_tokens"), budget.llm_tokens),
         ("USD", used("usd"), budget.usd),

@@ -175,7 +175,7 @@ class Store:
             FileNotFoundError: no journal there.
         """
         if not (directory / "journal.db").exists():
-            raise FileNotFoundError(f"{directory}: no campaign here (journal.db is missing)")
+            raise FileNotFoundError(f"{directory}: no study here (journal.db is missing)")
         store = cls(directory, read_only=True)
         store._connect()
         return store

@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_with_its_exit_status(tmp_path, done):
     other = a3r("research", GOALS / "best.md", "--dir", done)
     assert other.returncode == 2 and "another --dir" in other.stderr
     nowhere = a3r("status", "--dir", tmp_path)
-    assert nowhere.returncode == 2 and "no campaign here" in nowhere.stderr
+    assert nowhere.returncode == 2 and "no study here" in nowhere.stderr
     vague = tmp_path / "vague.md"
     vague.write_text("Find out what matters.\n")
     assert a3r("research", vague, "--dir", tmp_path / "y").returncode == 3
@@ -127,6 +127,26 @@ def test_killing_the_command_and_typing_it_again_goes_on(tmp_path):
     assert "stop: done" in stopped.stdout
     assert second.wait(timeout=60) == 0
     assert "seen enough" in (directory / "report" / "report.md").read_text()
+
+
+def test_stop_ends_a_study_whose_leader_is_gone(tmp_path):
+    text = (ROOT / "blueprints" / "simulated.yaml").read_text()
+    (tmp_path / "simulated.yaml").write_text(text.replace("step_s: 0.02", "step_s: 3.0"))
+    goal, directory = tmp_path / "slow.md", tmp_path / "study"
+    goal.write_text((GOALS / "compare.md").read_text().replace("../simulated.yaml", "simulated.yaml"))
+    argv = [sys.executable, "-m", "a3r.cli", "research", str(goal), "--dir", str(directory), "--no-windows"]
+    leader = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(directory.glob("runs/*/*/attempts/1/claim")):
+        assert time.monotonic() < deadline, "a run starts"
+        time.sleep(0.05)
+    leader.kill()
+    leader.wait()
+    assert a3r("stop", "--dir", directory, "--reason", "seen enough").returncode == 0
+    assert "seen enough" in (directory / "report" / "report.md").read_text()
+    assert "the study is done" in a3r("stop", "--dir", directory).stdout
 
 
 def test_a_goal_that_asks_for_approval_waits_for_it(tmp_path):

@@ -10,6 +10,7 @@ from rich.console import Console
 from test_campaign import tick_until
 
 from a3r import snapshot
+from a3r.ledger import wall_of_sessions
 from a3r.live import LineView, render, viewing
 
 
@@ -46,6 +47,14 @@ def test_the_table_shows_stages_arms_rewards_budget_and_what_is_waited_for(study
         "! a warning",
     ):
         assert part in text
+
+
+def test_wall_time_goes_on_between_events_while_a_leader_runs(study):
+    before, after = wall_of_sessions(study.store), wall_of_sessions(study.store, until_now=True)
+    assert after > before
+    assert wall_of_sessions(study.store, until_now=True) > after
+    shown = {name: used for name, used, _ in snapshot.take(study.directory, study.store).budget}
+    assert shown["wall min"] * 60 > after
 
 
 def test_a_terminal_gets_a_table_and_a_file_gets_lines(study):
