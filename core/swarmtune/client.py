@@ -16,6 +16,7 @@ open, heartbeats keep its lease, however long the agent thinks.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -745,6 +746,9 @@ class _BackgroundLoop:
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
+            # Looks up now and then: where the system hands an interrupt to another thread, it does not wake this one.
+            while not concurrent.futures.wait([future], _MOMENT_S).done:
+                pass
             return future.result()
         except BaseException:
             if future.cancel():
