@@ -355,7 +355,7 @@ SwarmClient({server.url!r}).train(["a", "b"], lambda task, episode: time.sleep(6
     )
     until(lambda: swarm.status().open_episodes == 4, "all episodes run")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=50)  # less than the agents sleep
     assert "KeyboardInterrupt" in said
     assert swarm.status().open_episodes == 0
 
