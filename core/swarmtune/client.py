@@ -125,18 +125,27 @@ class AsyncEpisode:
         return self.result
 
     async def abort(self, reason: str = "") -> None:
-        """Give the episode up; it trains nothing. Idempotent; a server that is away or has no such episode is fine."""
+        """Give the episode up; it trains nothing. Idempotent; a server that is away or has no such episode is fine.
+
+        Cancelled, it still tells the server before it passes that on.
+        """
         if self.over:
             return
         self._aborted = True
         await self._rest()
-        with contextlib.suppress(SwarmError):
-            await self._transport.post(
-                f"/v1/episodes/{self.episode_id}/abort",
-                EpisodeView,
-                AbortRequest(reason=reason[:500]),
-                patience_s=_GOODBYE_S,
-            )
+        body = AbortRequest(reason=reason[:500])
+        telling = asyncio.ensure_future(
+            self._transport.post(f"/v1/episodes/{self.episode_id}/abort", EpisodeView, body, patience_s=_GOODBYE_S)
+        )
+        try:
+            with contextlib.suppress(SwarmError):
+                await asyncio.shield(telling)
+        except asyncio.CancelledError:
+            # Untold, the episode would be open until its lease ends.
+            await asyncio.wait({telling}, timeout=_GOODBYE_S)
+            if not telling.cancel():
+                telling.exception()  # looked at: nobody is left to hear of it
+            raise
 
     async def view(self) -> EpisodeView:
         """State, calls and lease as the server sees them."""

@@ -71,6 +71,34 @@ def test_a_claim_cancelled_while_its_grant_is_on_its_way_leaves_no_episode(
     assert swarm.status().open_episodes == 0
 
 
+def test_an_abort_that_is_cancelled_before_it_was_sent_still_reaches_the_server(
+    swarm: SwarmClient, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborting = asyncio.Event()
+
+    async def late(transport: Transport, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith("/abort"):
+            aborting.set()
+            await asyncio.sleep(0.05)
+        return await post(transport, path, *args, **options)
+
+    async def abort_and_give_up() -> None:
+        async with AsyncSwarmClient(server.url) as client:
+            episode = await client.claim("t")
+            giving_up = asyncio.create_task(episode.abort("no use"))
+            await aborting.wait()
+            giving_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await giving_up
+
+    swarm.start(scripted())
+    post = Transport.post
+    with monkeypatch.context() as patch:
+        patch.setattr(Transport, "post", late)
+        asyncio.run(abort_and_give_up())
+    assert swarm.status().open_episodes == 0
+
+
 def test_leaving_without_end_aborts_and_warns(swarm: SwarmClient) -> None:
     swarm.start(scripted())
     with pytest.warns(EpisodeNotEnded, match="without end"), swarm.episode("t") as episode:
