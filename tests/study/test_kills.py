@@ -26,7 +26,8 @@ MORE_POINTS = [
     "supervisor:spawned_main@1,supervisor:spawned_main@2,journal:ATTEMPT_LOST:after@2",
 ]
 """Points that only a damaged campaign passes, and the same point again and again."""
-RANDOM_CAMPAIGNS, KILLS_EACH = 8, 25
+MOST_CAMPAIGNS, KILLS_EACH = 30, 25
+"""Campaigns are played until 200 kills have struck: on a fast machine one ends before it has had its share."""
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +70,13 @@ def test_dying_while_recovering_is_recovered_from(calm, tmp_path, crashes):
 def test_two_hundred_random_kills_change_nothing(tmp_path):
     answer = Battle(tmp_path / "calm", steps=6, step_s=0.02).run().answer
     kills: Counter[str] = Counter()
-    for seed in range(RANDOM_CAMPAIGNS):
+    for seed in range(MOST_CAMPAIGNS):
         battle = Battle(tmp_path / f"study{seed}", steps=6, step_s=0.02, view=seed % 2 == 0, stray=seed % 3 > 0)
         out = battle.run(random.Random(seed), KILLS_EACH)
         check(out, answer)
         kills += out.kills
         battle.clean()
-    assert kills.total() >= 200 * 0.9, kills
+        if kills.total() >= 200:
+            break
+    assert kills.total() >= 200, kills
     assert set(kills) == {"leader", "supervisor", "trainer", "tmux"}

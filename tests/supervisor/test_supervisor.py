@@ -312,4 +312,12 @@ def test_the_client_says_what_data_it_loaded_and_nothing_else_of_the_provenance(
     one = attempt(GOOD + 'put("env.json", {"data_sha256": "d" * 64, "commit": "mine", "model_sha256": 5})')
     p = RunRecord.model_validate(one.run()).provenance
     assert (p.data_sha256, p.commit, p.model_sha256) == ("d" * 64, None, None)
-    assert not (one.dir / "reserve").exists()
+
+
+def test_the_room_reserved_for_the_result_is_given_back(attempt):
+    one = attempt(GOOD)
+    one.run()
+    deadline = time.monotonic() + 20
+    while (one.dir / "reserve").exists():  # it goes after the result is there
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
