@@ -141,7 +141,9 @@ class ModelRoutes:
             try:
                 return await serve(dialect, request)
             except ConnectionError:
-                raise  # no one is there to be told
+                if request.transport is not None and not request.transport.is_closing():
+                    raise
+                return web.Response()  # no one is there to be told
             except Exception as error:  # noqa: BLE001 - the boundary: one call's fault is told to its client alone
                 refusal = as_refusal(error)
                 return web.Response(
