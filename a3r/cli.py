@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -35,9 +36,16 @@ ERROR, BAD_INPUT, OPEN_QUESTIONS, NEEDS_HUMAN, LEADER_RUNNING = 1, 2, 3, 4, 5
 
 
 def main() -> None:
+    whole()()
+
+
+@cache
+def whole() -> typer.Typer:
+    """The command with all its parts; they are loaded here, so that one part can be imported without the others."""
     from a3r.bench.bench_cli import app as bench_app
     from a3r.check_cli import blueprint_app, goal_app, report_app, schema_app
     from a3r.models_cli import app as models_app
+    from a3r.skills_cli import app as skills_app
 
     for name, sub in (
         ("goal", goal_app),
@@ -46,9 +54,10 @@ def main() -> None:
         ("schema", schema_app),
         ("models", models_app),
         ("bench", bench_app),
+        ("skills", skills_app),
     ):
         app.add_typer(sub, name=name)
-    app()
+    return app
 
 
 def fail(message: str, code: int = ERROR) -> NoReturn:
