@@ -24,6 +24,7 @@ import time
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from swarmtune.config import TrainConfig
@@ -80,6 +81,7 @@ class AsyncEpisode:
         self.result: EndResult | None = None
         """What the server made of it; None until `end` returned."""
         self._transport = transport
+        self._submission_id = uuid.uuid4().hex
         self._aborted = False
         self._heart: asyncio.Task[None] | None = None
 
@@ -111,13 +113,13 @@ class AsyncEpisode:
         return self.result is not None or self._aborted
 
     async def end(self, reward: float, metrics: Mapping[str, float] | None = None) -> EndResult:
-        """Report the reward. Repeating it after a lost connection is safe.
+        """Report the reward. Repeating it is safe: an episode has one submission id, and the first end counts.
 
         Raises:
             BadReward: not a finite number; the episode stays open.
             EpisodeGone: expired, aborted or unknown to a server that lost it.
         """
-        body = EndRequest(reward=reward, metrics=dict(metrics or {}), submission_id=uuid.uuid4().hex)
+        body = EndRequest(reward=reward, metrics=dict(metrics or {}), submission_id=self._submission_id)
         self.result = await _patiently(
             lambda: self._transport.post(f"/v1/episodes/{self.episode_id}/end", EndResult, body), PATIENCE_S
         )
@@ -170,6 +172,14 @@ class AsyncEpisode:
             self._heart = None
 
 
+@dataclass(slots=True)
+class _Started:
+    """The training this client started, and the server process it was started in."""
+
+    server_id: str = ""
+    config: TrainConfig | None = None
+
+
 class AsyncSwarmClient:
     """A client of one swarm server. Belongs to the event loop it is first used in."""
 
@@ -195,9 +205,19 @@ class AsyncSwarmClient:
         self.url = url.rstrip("/")
         self.name = name
         self.share = share
+        self._api_key = api_key
         self._transport = Transport(self.url, api_key=api_key, patience_s=patience_s)
         self._heart: asyncio.Task[None] | None = None
-        self._started: tuple[str, TrainConfig] | None = None
+        self._started = _Started()
+
+    def twin(self) -> AsyncSwarmClient:
+        """Another client with the same settings and the same memory of what was started, for another event loop."""
+        patience_s = self._transport.patience_s
+        twin = AsyncSwarmClient(
+            self.url, api_key=self._api_key, name=self.name, share=self.share, patience_s=patience_s
+        )
+        twin._started = self._started
+        return twin
 
     async def __aenter__(self) -> Self:
         return self
@@ -228,7 +248,7 @@ class AsyncSwarmClient:
         body = StartRequest(config=config.model_dump(mode="json"))
         status = await self._transport.post("/v1/start", ServerStatus, body)
         status = await self._until_up(status)
-        self._started = (status.server_id, config)
+        self._started.server_id, self._started.config = status.server_id, config
         if self.name is not None:
             await self.register()
         return status
@@ -242,10 +262,10 @@ class AsyncSwarmClient:
         status = await self.status()
         if status.state is not EngineState.OFFLINE:
             return await self._until_up(status)
-        if self._started is None or self._started[0] == status.server_id:
+        if self._started.config is None or self._started.server_id == status.server_id:
             raise NotStarted("the server is offline: start it with a configuration (swarm.start)")
         log.warning("the server process is a new one without a model; starting it again")
-        return await self.start(self._started[1])
+        return await self.start(self._started.config)
 
     async def status(self) -> ServerStatus:
         return await self._transport.get("/v1/status", ServerStatus)

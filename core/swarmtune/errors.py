@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swarmtune.protocol import Code, ErrorBody
+from swarmtune.protocol import Code, EndResult, ErrorBody
 
 
 class SwarmError(Exception):
@@ -88,6 +88,31 @@ class UnknownClient(SwarmError):
 
 class StepMismatch(SwarmError):
     """The agreement names another step than the one being collected."""
+
+
+class EndedInPart(SwarmError):
+    """The end of an episode on several servers did not reach all of them; `outcomes` says who has its reward.
+
+    Each reward was given once or not at all. Ending the episode again sends only what is missing.
+    """
+
+    def __init__(self, task_id: str, outcomes: Mapping[str, EndResult | SwarmError | None]) -> None:
+        self.task_id = task_id
+        self.outcomes = dict(outcomes)
+        """Role → the server's answer; or why there is none; or None where the role was aborted on purpose."""
+        taken = ", ".join(f"{role} ({r.outcome})" for role, r in self.ended.items()) or "nobody"
+        missing = "; ".join(f"{role}: {type(error).__name__}: {error}" for role, error in self.failed.items())
+        super().__init__(f"the rewards of task {task_id!r} were taken by {taken}, but not by {missing}")
+
+    @property
+    def ended(self) -> dict[str, EndResult]:
+        """Role → answer of the servers that took their reward."""
+        return {role: outcome for role, outcome in self.outcomes.items() if isinstance(outcome, EndResult)}
+
+    @property
+    def failed(self) -> dict[str, SwarmError]:
+        """Role → why its server did not take the reward."""
+        return {role: outcome for role, outcome in self.outcomes.items() if isinstance(outcome, SwarmError)}
 
 
 class TrainingFailed(SwarmError):

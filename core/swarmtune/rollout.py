@@ -8,9 +8,11 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from swarmtune.client import AsyncEpisode, Episode
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,41 @@ async def play(
 ) -> Outcome | None:
     """Call `rollout(task, episode)`; None when it ended the episode itself.
 
-    A plain function runs in a daemon thread of its own with an `Episode`: one that never returns can be given up.
-
     Raises:
         TimeoutError: it took longer than `timeout_s`.
         TypeError: it returned something that is no reward.
         Exception: whatever it raised.
     """
+    return _outcome(await call(rollout, task, episode, twin=Episode, timeout_s=timeout_s), episode)
+
+
+Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the client's event loop, from another thread, and waits for it."""
+
+
+async def call(
+    rollout: Callable[..., Any],
+    task: Any,
+    episode: T,
+    *,
+    twin: Callable[[T, Wait], Any],
+    timeout_s: float | None = None,
+) -> Any:
+    """What `rollout(task, episode)` returns.
+
+    A plain function runs in a daemon thread of its own with the episode's twin for plain code: one that never returns
+    can be given up.
+
+    Raises:
+        TimeoutError: it took longer than `timeout_s`.
+        Exception: whatever it raised.
+    """
     if inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(getattr(type(rollout), "__call__", None)):  # noqa: B004
         running = rollout(task, episode)
     else:
-        twin = Episode(episode, _waiter(asyncio.get_running_loop()))
-        running = _in_thread(lambda: rollout(task, twin))
-    return _outcome(await asyncio.wait_for(running, timeout_s), episode)
+        plain = twin(episode, _waiter(asyncio.get_running_loop()))
+        running = _in_thread(lambda: rollout(task, plain))
+    return await asyncio.wait_for(running, timeout_s)
 
 
 def _outcome(returned: Any, episode: AsyncEpisode) -> Outcome | None:
@@ -73,7 +97,7 @@ def _outcome(returned: Any, episode: AsyncEpisode) -> Outcome | None:
             return Outcome(returned)
 
 
-def _waiter(loop: asyncio.AbstractEventLoop) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+def _waiter(loop: asyncio.AbstractEventLoop) -> Wait:
     return lambda work: asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
