@@ -121,7 +121,8 @@ class Update:
 
 def timed_update(trainer: Trainer, batch: TrainBatch) -> Update:
     """One update, everything included; afterwards the weights are as they were."""
-    worker: Any = trainer._worker
+    in_process: Any = trainer._worker
+    worker = in_process._worker
     weights = {name: value.clone() for name, value in worker.engine.module.state_dict().items()}
     step, taken = worker.optimizer_step, []
 

@@ -201,12 +201,37 @@ def pack(bundles: Sequence[Bundle], tokens: int) -> list[list[Bundle]]:
     return packs
 
 
+def pack_for_ranks(bundles: Sequence[Bundle], tokens: int, ranks: int) -> list[list[Bundle]]:
+    """As `pack`, in rounds of one micro-batch per rank, the tokens spread evenly over the ranks.
+
+    A rank with fewer micro-batches than another has its own split; one that has nothing to split gets empty ones.
+    """
+    hands: list[list[Bundle]] = [[] for _ in range(ranks)]
+    for bundle in sorted(bundles, key=lambda b: -b.length):
+        min(hands, key=lambda hand: sum(b.length for b in hand)).append(bundle)
+    packed = [pack(hand, tokens) for hand in hands]
+    rounds = max(len(packs) for packs in packed)
+    return [packs[n] for n in range(rounds) for packs in [_split_into(packs, rounds) for packs in packed]]
+
+
+def _split_into(packs: list[list[Bundle]], number: int) -> list[list[Bundle]]:
+    """At least `number` micro-batches by halving the fullest, the largest first, then empty ones."""
+    packs = list(packs)
+    while len(packs) < number and any(len(p) > 1 for p in packs):
+        fullest = max(packs, key=len)
+        packs.remove(fullest)
+        packs += [fullest[: len(fullest) // 2], fullest[len(fullest) // 2 :]]
+    packs.sort(key=lambda p: -len(p) * p[0].length)
+    return packs + [[] for _ in range(number - len(packs))]
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What one forward and backward pass sees."""
 
     rows: list[int]
-    """Indices into the batch's rows, in the order of `data`."""
+    """Indices into the batch's rows, in the order of `data`. Empty: it only keeps a rank in step with the others, and
+    `data`, a copy of another micro-batch marked `padding`, counts nothing."""
     data: TensorDict
     computed_tokens: int
     """Tokens of the padded sequences."""
@@ -220,14 +245,27 @@ def micro_batches(
     loss_agg: str = "token-mean",
     share_prefixes: bool = True,
     entropy_grad: bool = False,
+    ranks: int = 1,
 ) -> list[MicroBatch]:
-    """One mini-batch (the rows at `indices`) as micro-batches of at most `tokens` tokens."""
+    """One mini-batch (the rows at `indices`) as micro-batches of at most `tokens` tokens, in rounds of one per rank."""
     weights = dict(zip(indices, loss_weights([rows[i] for i in indices], loss_agg), strict=True))
     limit = min(tokens, MAX_BUNDLE) if share_prefixes else 0
-    return [
-        _micro_batch(rows, bundles, weights, entropy_grad=entropy_grad)
-        for bundles in pack(bundle_rows(rows, indices, limit), tokens)
-    ]
+    bundles = bundle_rows(rows, indices, limit)
+    if ranks > 1:
+        share = -(-sum(bundle.length for bundle in bundles) // ranks)
+        bundles = bundle_rows(rows, indices, min(limit, share))
+    packs = pack(bundles, tokens) if ranks == 1 else pack_for_ranks(bundles, tokens, ranks)
+    micros = [_micro_batch(rows, chosen, weights, entropy_grad=entropy_grad) for chosen in packs if chosen]
+    if len(micros) == len(packs):
+        return micros
+    padding, real = _padding(min(micros, key=lambda m: m.computed_tokens)), iter(micros)
+    return [next(real) if chosen else padding for chosen in packs]
+
+
+def _padding(of: MicroBatch) -> MicroBatch:
+    data = of.data.clone()
+    tu.assign_non_tensor(data, padding=True)
+    return MicroBatch([], data, of.computed_tokens)
 
 
 def _micro_batch(

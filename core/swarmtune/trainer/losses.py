@@ -82,7 +82,8 @@ class PolicyObjective:
         log_prob = no_padding_2_padding(model_output["log_probs"], data)
         entropy = no_padding_2_padding(model_output["entropy"], data)
         # Each micro-batch holds its exact share of the loss; the data-parallel mean over ranks is undone by dp_size.
-        self.actor.global_batch_info.update(dp_size=data["dp_size"], batch_num_tokens=1, global_batch_size=1)
+        ranks = data["dp_size"]
+        self.actor.global_batch_info.update(dp_size=ranks, batch_num_tokens=1, global_batch_size=1)
         names = ["response_mask", "exact", "rollout_log_probs", "advantages"]
         names += [name for name in ("old_log_probs", "ref_log_prob") if name in data]
         fields = data.select(*names).to_padded_tensor()
@@ -103,16 +104,16 @@ class PolicyObjective:
         )
         targets = float(mask.sum())
         metrics |= {name: float(value) * targets for name, value in pg_metrics.items()}
-        metrics["actor/pg_loss"] = loss.item()
+        metrics["actor/pg_loss"] = loss.item() / ranks
         metrics["actor/entropy"] = float((entropy.detach() * mask).sum())
         metrics["targets"] = targets
         if self.algorithm.entropy_coef > 0:
-            loss = loss - self.algorithm.entropy_coef * (entropy * weights).sum() * data["dp_size"]
+            loss = loss - self.algorithm.entropy_coef * (entropy * weights).sum() * ranks
         if "ref_log_prob" in fields:
             estimate: Any = kl_penalty  # typed for torch.FloatTensor, which no tensor is to a type checker
             kl = estimate(log_prob, fields["ref_log_prob"], self.algorithm.kl_type)
-            kl_loss = (torch.where(mask, kl, 0.0) * weights).sum() * data["dp_size"]
-            loss = loss + self.algorithm.kl_coef * kl_loss
+            kl_loss = (torch.where(mask, kl, 0.0) * weights).sum()
+            loss = loss + self.algorithm.kl_coef * kl_loss * ranks
             metrics["actor/kl_loss"] = kl_loss.item()
         metrics["loss"] = loss.item()
         return loss, metrics
@@ -125,7 +126,7 @@ class PolicyObjective:
         """
         if "old_log_probs" in fields:
             return fields["old_log_probs"]
-        if self.algorithm.rollout_correction != "none":
+        if self.algorithm.rollout_correction is not None:
             return log_prob.detach()
         return torch.where(exact, fields["rollout_log_probs"], log_prob.detach())
 
@@ -133,13 +134,13 @@ class PolicyObjective:
         self, fields: TensorDict, old: torch.Tensor, comparable: torch.Tensor
     ) -> tuple[torch.Tensor | float, dict[str, float]]:
         """(R, T) truncated importance weights, 1 where the rollout's log-probabilities cannot be compared."""
-        if self.algorithm.rollout_correction == "none" or not comparable.any():
+        if self.algorithm.rollout_correction is None or not comparable.any():
             return 1.0, {}
         weights, found = compute_rollout_correction_weights(
             old - fields["rollout_log_probs"],
             comparable,
-            rollout_is=self.algorithm.rollout_correction.removesuffix("_is"),
-            rollout_is_threshold=self.algorithm.rollout_is_threshold,
+            rollout_is=self.algorithm.rollout_correction.rollout_is or "token",
+            rollout_is_threshold=self.algorithm.rollout_correction.rollout_is_threshold,
         )
         tokens = float(comparable.sum())
         return torch.where(comparable, weights, 1.0), {

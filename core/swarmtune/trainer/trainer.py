@@ -28,7 +28,7 @@ from swarmtune.trainer.batch import MicroBatch, Row, build_rows, micro_batches, 
 from swarmtune.trainer.losses import PolicyObjective, actor_config, check_loss
 from swarmtune.trainer.schedule import lr_at
 from swarmtune.trainer.tracking import Tracker
-from swarmtune.trainer.worker import build_worker, shares_prefixes
+from swarmtune.trainer.worker import Workers, WorkersLost, build_worker, shares_prefixes
 from swarmtune.types import FinishedEpisode, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class Trainer:
         self._model_path = model_path
         self._work_dir = work_dir
         self._step = 0
-        self._worker: Any = None
-        self._reference: Any = None
+        self._worker: Workers | None = None
+        self._reference: Workers | None = None
         self._tracker: Tracker | None = None
         self._broken = False
 
@@ -89,7 +89,7 @@ class Trainer:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model, adapters left out."""
-        return sum(p.numel() for name, p in self._engine.module.named_parameters() if "lora_" not in name)
+        return self._model.sizes.parameters
 
     def start(self, resume: Path | None = None) -> int:
         """Load model and optimizer, from the checkpoint folder `resume` where given; return its step, 0 when fresh.
@@ -106,7 +106,7 @@ class Trainer:
         self._worker = worker
         if state is not None and resume is not None:
             self._check_same_model(state, resume)
-            worker.engine.load_checkpoint(str(resume), del_local_after_load=False)
+            worker.load_checkpoint(resume)
             self._step = int(state["step"])
         if algorithm.kl_coef > 0 and self._config.lora is None:
             self._reference = build_worker(self._config, self._model_path, trained=False)
@@ -157,16 +157,7 @@ class Trainer:
 
         A tensor may be the live one: copy it before the next is taken and write to none.
         """
-        engine = self._engine
-        if self._config.lora is None:
-            yield from engine.get_per_tensor_param()[0]
-            return
-        from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
-
-        # veRL's own merged export casts to bf16; the engine may compute in fp32.
-        with merged_lora_context(engine.module, backup_adapters=True):
-            for name, value in normalize_peft_param_name(engine.module.state_dict()).items():
-                yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+        yield from self._model.weights()
 
     def save(self, path: Path) -> None:
         """Write a checkpoint folder `path` (weights, optimizer, RNG, step): complete or absent, also after a crash.
@@ -176,14 +167,13 @@ class Trainer:
             HalfUpdated: the weights are no step's weights.
         """
         self._check_whole()
-        engine = self._engine
-        tensors = [p for p in engine.module.parameters()]
-        needed = sum(p.numel() * (BYTES_PER_PARAMETER if p.requires_grad else 4) for p in tensors)
+        model = self._model
+        needed = model.sizes.trained * BYTES_PER_PARAMETER + model.sizes.frozen * 4
         state = {"step": self._step, "model": self._fingerprint()}
         checkpoint.write(
             path,
             state,
-            lambda folder: engine.save_checkpoint(str(folder), global_step=self._step),
+            lambda folder: model.save_checkpoint(folder, self._step),
             needed_bytes=int(needed * 1.05) + (16 << 20),
         )
 
@@ -196,20 +186,23 @@ class Trainer:
         """Finish tracking and release the model. Idempotent."""
         if self._tracker is not None:
             self._tracker.close()
+        for workers in (self._worker, self._reference):
+            if workers is not None:
+                workers.close()
         self._tracker = self._worker = self._reference = None
 
     @property
-    def _engine(self) -> Any:
+    def _model(self) -> Workers:
         if self._worker is None:
             raise RuntimeError("the trainer is not started: call start() first")
-        return self._worker.engine
+        return self._worker
 
     def _check_whole(self) -> None:
         if self._broken:
             raise HalfUpdated("an earlier update failed half-way; start again from the last checkpoint")
 
     def _context_length(self) -> int | None:
-        return getattr(self._worker.model_config.hf_config, "max_position_embeddings", None)
+        return getattr(self._model.hf_config, "max_position_embeddings", None)
 
     def _learns_without_advantage(self) -> bool:
         return self._config.algorithm.kl_coef > 0 or self._config.algorithm.entropy_coef > 0
@@ -218,7 +211,7 @@ class Trainer:
         """What must be the same for a checkpoint to be loaded."""
         lora = self._config.lora
         return {
-            "type": self._worker.model_config.hf_config.model_type,
+            "type": self._model.hf_config.model_type,
             "parameters": self.parameters,
             "lora": lora.model_dump() if lora else None,
         }
@@ -238,8 +231,9 @@ class Trainer:
             list(indices),
             tokens=self._config.trainer.tokens_per_micro_batch,
             loss_agg=self._config.algorithm.loss_agg,
-            share_prefixes=shares_prefixes(self._worker.model_config.hf_config),
+            share_prefixes=shares_prefixes(self._model.hf_config),
             entropy_grad=self._config.algorithm.entropy_coef > 0,
+            ranks=self._model.ranks,
         )
 
     def _train(self, rows: list[Row], step: int, tally: _Tally) -> None:
@@ -254,8 +248,11 @@ class Trainer:
                     self._accumulate(rows, indices, tally, before_first_step=taken == 0)
                     self._take_step(step, tally)
                     taken += 1
+        except WorkersLost as error:
+            self._broken = True
+            raise HalfUpdated(f"step {step}: {error}") from error
         except BaseException as error:
-            self._worker.optimizer_zero_grad()
+            self._model.optimizer_zero_grad()
             if taken:
                 self._broken = True
                 raise HalfUpdated(f"step {step}: failed after {taken} optimizer steps: {error}") from error
@@ -263,21 +260,24 @@ class Trainer:
 
     def _accumulate(self, rows: list[Row], indices: list[int], tally: _Tally, *, before_first_step: bool) -> None:
         """Gradients of one mini-batch."""
-        self._worker.optimizer_zero_grad()
-        for micro in self._micro_batches(rows, indices):
-            output = self._worker.forward_backward(micro.data)
-            for name, value in tu.get(output, "metrics").items():
-                if name in _SUMMED or name.startswith(("actor/pg_", "actor/ppo_")):
-                    tally.sums[name] += float(np.sum(value))
+        model = self._model
+        model.optimizer_zero_grad()
+        micros = self._micro_batches(rows, indices)
+        outputs = model.forward_backward([micro.data for micro in micros])
+        for number, (micro, output) in enumerate(zip(micros, outputs, strict=True)):
+            if number % model.ranks == 0:
+                for name, value in tu.get(output, "metrics").items():
+                    if name in _SUMMED or name.startswith(("actor/pg_", "actor/ppo_")):
+                        tally.sums[name] += float(np.sum(value))
             tally.computed_tokens += micro.computed_tokens
-            if before_first_step:
+            if before_first_step and micro.rows:
                 tally.diffs += _comparable([rows[i] for i in micro.rows], output["log_probs"])
 
     def _take_step(self, step: int, tally: _Tally) -> None:
         optim = self._config.optim
         # All of them each time: a loaded optimizer brings the settings it was saved with.
         settings = {"lr": lr_at(step, optim), "weight_decay": optim.weight_decay, "betas": optim.betas}
-        norm = self._worker.optimizer_step(settings)["grad_norm"]
+        norm = self._model.optimizer_step(settings)
         if math.isfinite(norm):
             tally.grad_norms.append(norm)
         else:
@@ -296,7 +296,7 @@ class Trainer:
             rows = [replace(row, ref_logprobs=v) for row, v in zip(rows, values, strict=True)]
         if algorithm.epochs * algorithm.mini_batches == 1:
             return rows
-        corrected = algorithm.rollout_correction != "none"
+        corrected = algorithm.rollout_correction is not None
         if not corrected and all(bool(row.exact[row.loss_mask].all()) for row in rows):
             return rows
         values = self._logprobs(rows, reference=False)
@@ -307,11 +307,15 @@ class Trainer:
 
     def _logprobs(self, rows: list[Row], *, reference: bool) -> list[torch.Tensor]:
         """Per row (T,) log-probabilities of its tokens under the mask, 0 elsewhere; without gradient."""
-        worker = self._reference if reference and self._reference is not None else self._worker
+        worker = self._reference if reference and self._reference is not None else self._model
         values: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        for micro in self._micro_batches(rows, range(len(rows))):
+        micros = self._micro_batches(rows, range(len(rows)))
+        for micro in micros:
             tu.assign_non_tensor(micro.data, compute_loss=False, no_lora_adapter=reference and self._reference is None)
-            output = worker.infer_batch(micro.data)
+        outputs = worker.infer_batch([micro.data for micro in micros])
+        for micro, output in zip(micros, outputs, strict=True):
+            if not micro.rows:
+                continue
             for i, logprobs in zip(micro.rows, output["log_probs"].unbind(), strict=True):
                 values[i] = _shift(logprobs)
         return values
@@ -379,7 +383,7 @@ def _tally_metrics(tally: _Tally, config: TrainConfig) -> dict[str, float]:
     if algorithm.kl_coef > 0:
         metrics["actor/kl_loss"] = tally.sums["actor/kl_loss"] / steps
         metrics["actor/kl_coef"] = algorithm.kl_coef
-    if algorithm.rollout_correction != "none":
+    if algorithm.rollout_correction is not None:
         metrics["rollout_corr/rollout_is_mean"] = tally.per_token("rollout_corr/rollout_is_mean", "comparable")
     return metrics | _mismatch(tally.diffs)
 

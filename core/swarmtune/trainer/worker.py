@@ -1,18 +1,21 @@
-"""veRL's TinkerTrainingWorker, in this process, as a world of one.
+"""What the trainer asks of a model and its optimizer, and the one that lives in this process.
 
-The process group is process-global and made once; a second worker (the reference model) shares it. The environment that
-veRL's workers read is set while one is being built and put back afterwards.
+`Workers` is the contract; `InProcess` is veRL's TinkerTrainingWorker as a world of one, `ray_workers.RayWorkers` one
+such worker per rank. In this process the process group is process-global and made once; a second worker (the reference
+model) shares it. The environment that veRL's workers read is set while one is being built and put back afterwards.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from tensordict import TensorDict
 
 from swarmtune.config import TrainConfig
 from swarmtune.trainer import cpu_platform
@@ -64,14 +67,137 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True) -> Any:
-    """A ready TinkerTrainingWorker; `trained=False` is the reference model: compute dtype only, no adapter."""
+class WorkersLost(RuntimeError):
+    """A process that held part of the model is gone, and the weights with it. Start from the last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of parameters, over all ranks."""
+
+    parameters: int
+    """Of the model, adapters left out."""
+    trained: int
+    frozen: int
+
+
+class Workers(Protocol):
+    """One model with its optimizer, spread over `ranks` processes. Every call blocks.
+
+    Micro-batches come in rounds: number r of each round is rank r's, so their number is a multiple of `ranks`. Outputs
+    come in the same order. The metrics of an output count all ranks of its round: read them once per round.
+    """
+
+    ranks: int
+    hf_config: Any
+    sizes: Sizes
+
+    def set_loss_fn(self, loss_fn: Any) -> None: ...
+
+    def optimizer_zero_grad(self) -> None: ...
+
+    def forward_backward(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
+        """Gradients of all micro-batches, added up; per micro-batch log_probs (nested) and metrics."""
+        ...
+
+    def infer_batch(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
+        """The same without gradient."""
+        ...
+
+    def optimizer_step(self, settings: dict[str, Any]) -> float:
+        """Clip, step, zero; the gradient's norm before clipping. A norm that is not finite takes no step."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By Hugging Face name, fp32, adapters merged. A tensor may be the live one: copy it, write to none."""
+        ...
+
+    def save_checkpoint(self, folder: Path, step: int) -> None: ...
+
+    def load_checkpoint(self, folder: Path) -> None: ...
+
+    def close(self) -> None:
+        """Release the model. Idempotent."""
+        ...
+
+
+class InProcess:
+    """`Workers` of one rank: veRL's worker in this process."""
+
+    ranks = 1
+
+    def __init__(self, worker: Any) -> None:
+        self._worker: Any = worker
+        self.hf_config = worker.model_config.hf_config
+        self.sizes = sizes(worker.engine.module)
+
+    def set_loss_fn(self, loss_fn: Any) -> None:
+        self._worker.set_loss_fn(loss_fn)
+
+    def optimizer_zero_grad(self) -> None:
+        self._worker.optimizer_zero_grad()
+
+    def forward_backward(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
+        return [self._worker.forward_backward(micro) for micro in micros]
+
+    def infer_batch(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
+        return [self._worker.infer_batch(micro) for micro in micros]
+
+    def optimizer_step(self, settings: dict[str, Any]) -> float:
+        return self._worker.optimizer_step(settings)["grad_norm"]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_weights(self._worker.engine)
+
+    def save_checkpoint(self, folder: Path, step: int) -> None:
+        self._worker.engine.save_checkpoint(str(folder), global_step=step)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self._worker.engine.load_checkpoint(str(folder), del_local_after_load=False)
+
+    def close(self) -> None:
+        self._worker = None
+
+
+def sizes(module: torch.nn.Module) -> Sizes:
+    parameters = list(module.named_parameters())
+    return Sizes(
+        parameters=sum(p.numel() for name, p in parameters if "lora_" not in name),
+        trained=sum(p.numel() for _, p in parameters if p.requires_grad),
+        frozen=sum(p.numel() for _, p in parameters if not p.requires_grad),
+    )
+
+
+def named_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `Workers.weights` promises, of one veRL engine; every rank must take every tensor."""
+    if engine.model_config.lora_rank == 0:
+        yield from engine.get_per_tensor_param()[0]
+        return
+    from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+
+    # veRL's own merged export casts to bf16; the inference engine may compute in fp32.
+    with merged_lora_context(engine.module, backup_adapters=True):
+        for name, value in normalize_peft_param_name(engine.module.state_dict()).items():
+            yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True) -> Workers:
+    """A ready model; `trained=False` is the reference model: compute dtype only, no adapter."""
     cpu_platform.activate()
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     ensure_process_group()
+    with environment(WORLD_OF_ONE):
+        worker = TinkerTrainingWorker(worker_config(config, model_path, trained=trained))
+        worker.reset()
+    return InProcess(worker)
+
+
+def worker_config(config: TrainConfig, model_path: Path, *, trained: bool) -> Any:
+    """veRL's TrainingWorkerConfig for `build_worker`'s model."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+
     lora = config.lora if trained else None
     dtype = config.trainer.dtype
     adapter = (
@@ -106,18 +232,13 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True)
         total_training_steps=1,
         lr_warmup_steps=0,
     )
-    with environment(WORLD_OF_ONE):
-        worker = TinkerTrainingWorker(
-            TrainingWorkerConfig(
-                model_type="language_model",
-                model_config=model,
-                engine_config=engine,
-                optimizer_config=optimizer,
-                checkpoint_config=CheckpointConfig(),
-            )
-        )
-        worker.reset()
-    return worker
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=model,
+        engine_config=engine,
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(),
+    )
 
 
 def shares_prefixes(hf_config: Any) -> bool:
