@@ -7,10 +7,20 @@ wrong key into a sentence that names the nearest right one.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from swarmtune.types import MatchPolicy
 
@@ -27,8 +37,27 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names key, problem and fix, one per line."""
 
 
+def _as_tuple(value: Any) -> Any:
+    """JSON and YAML have lists where a fixed number of values is meant."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Strict: True is no number, "8" is no integer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yaml_exponent(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML readers of version 1.1 give `2e-5` as text; what a person wrote there is a number."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, str) and _EXPONENT.fullmatch(value) and float in _types(field.annotation):
+            return float(value)
+        return value
 
 
 class SamplingConfig(_Part):
@@ -65,11 +94,93 @@ class BatchingConfig(_Part):
     max_open_episodes: int = Field(default=512, ge=1)
 
 
+Betas = Annotated[
+    tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]], BeforeValidator(_as_tuple)
+]
+"""AdamW's decay rates of first and second moment."""
+
+
+class RolloutCorrectionConfig(_Part):
+    """What is done where engine and trainer give a token other log-probabilities. Keys and defaults are veRL's."""
+
+    rollout_is: Literal["token", "sequence"] | None = "sequence"
+    """Importance weights trainer / engine per token or per row; None measures only."""
+    rollout_is_threshold: float | str = 2.0
+    """A number truncates the weights there (TIS); "0.5_5.0" sets those outside to 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Rejection: one or several of token_k1…k3, seq_sum_k1…k3, seq_mean_k1…k3, seq_max_k2, seq_max_k3, by commas."""
+    rollout_rs_threshold: float | str | None = None
+    """One for all, or one for each of `rollout_rs`, by commas: k1 takes "lower_upper" ratios, the others a bound."""
+    bypass_mode: bool = False
+    """True: the engine's log-probabilities are the old ones, and correction and rejection follow the policy as it
+    changes. False: the trainer's own before the first optimizer step are."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """bypass_mode: `ppo_clip` lets the ratio correct, `reinforce` is weight · advantage · log p."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        if (self.rollout_rs is None) != (self.rollout_rs_threshold is None):
+            raise ValueError("rollout_rs and rollout_rs_threshold: give both, or neither")
+        return self
+
+
+class KlInRewardConfig(_Part):
+    """A KL penalty on each sampled token's reward. Keys are those of veRL's kl_penalty and kl_ctrl."""
+
+    kl_coef: float = Field(default=0.001, gt=0.0)
+    """At the start; `adaptive` moves it."""
+    kl_penalty: str = "kl"
+    """Estimator per token, as `algorithm.kl_type`."""
+    type: Literal["fixed", "adaptive"] = "fixed"
+    target_kl: float = Field(default=0.1, gt=0.0)
+    """adaptive: where the coefficient steers the mean KL of a token to (arXiv 1909.08593)."""
+    horizon: int = Field(default=10_000, ge=1)
+    """adaptive: episodes over which it does."""
+
+
+class OverlongConfig(_Part):
+    """DAPO's soft punishment of long answers (arXiv 2503.14476), on the sampled tokens of an episode. veRL's keys."""
+
+    max_resp_len: int = Field(ge=1)
+    """Sampled tokens at which the whole penalty is reached."""
+    len: int = Field(ge=1)
+    """The last so many tokens before it, over which the penalty grows from 0."""
+    penalty_factor: float = Field(default=1.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        if self.len > self.max_resp_len:
+            raise ValueError(f"len: {self.len} is more than max_resp_len {self.max_resp_len}; lower it")
+        return self
+
+
+class CriticConfig(_Part):
+    """The value model of `algorithm.advantage: gae`: all its weights are trained, with or without `lora`."""
+
+    model: str | None = None
+    """What it starts from, with a fresh value head: a catalogue name or local folder with the policy's tokenizer. None:
+    the policy's start model."""
+    lr: float = Field(default=1e-5, gt=0.0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """The first so many steps train the critic alone (veRL's critic_warmup)."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Linear warm-up of its learning rate, which is constant after that."""
+    value_clip: float = Field(default=0.5, gt=0.0)
+    """How far a value counts as moved from what it was before the step (veRL's cliprange_value)."""
+    epochs: int = Field(default=1, ge=1)
+    mini_batches: int = Field(default=1, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    betas: Betas = (0.9, 0.999)
+    grad_clip: float = Field(default=1.0, gt=0.0)
+
+
 class AlgorithmConfig(_Part):
     """How rewards become a gradient; names are veRL's."""
 
     advantage: str = "grpo"
-    """Any of veRL's advantage estimators."""
+    """Any of veRL's advantage estimators; `gae` needs the section `critic`."""
     norm_adv_by_std: bool = True
     """grpo: divide by the group's standard deviation; False is Dr.GRPO's form."""
     policy_loss: str = "vanilla"
@@ -82,15 +193,20 @@ class AlgorithmConfig(_Part):
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL loss to the reference model (the start model); 0 keeps no reference in memory."""
     kl_type: str = "low_var_kl"
+    kl_in_reward: KlInRewardConfig | None = None
+    """None: no KL penalty in the rewards."""
+    overlong: OverlongConfig | None = None
+    """None: an episode's length costs nothing."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
+    dro_beta: float | None = Field(default=None, gt=0.0)
+    """policy_loss dro: weight of the quadratic penalty."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     lam: float = Field(default=1.0, ge=0.0, le=1.0)
     epochs: int = Field(default=1, ge=1)
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per epoch; rows are split by episode."""
-    rollout_correction: Literal["none", "token_is", "sequence_is"] = "none"
-    """Truncated importance sampling between engine and trainer logprobs."""
-    rollout_is_threshold: float = Field(default=2.0, gt=0.0)
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """None: the ratio is taken against the engine's log-probabilities, nothing else is done."""
 
 
 class OptimConfig(_Part):
@@ -100,8 +216,17 @@ class OptimConfig(_Part):
     total_steps: int | None = Field(default=None, ge=1)
     """Length of the schedule; needed by cosine and linear."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     grad_clip: float = Field(default=1.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps: {self.warmup_steps} leaves nothing of the schedule's total_steps {self.total_steps}; "
+                "lower the one or raise the other"
+            )
+        return self
 
 
 class LoraConfig(_Part):
@@ -140,6 +265,22 @@ class CheckpointConfig(_Part):
     every_steps: int = Field(default=5, ge=0)
     """0 writes one only at stop."""
     keep_last: int = Field(default=2, ge=1)
+    """The newest so many are kept."""
+    keep_best: int = Field(default=0, ge=0)
+    """Besides them the best so many by `best_by`; of equal ones the earlier."""
+    best_by: str = Field(default="reward/mean", min_length=1)
+    """`eval/NAME`: mean of the evaluation NAME under a checkpoint's weights. Else a metric of the step after the
+    checkpoint's, whose batch these weights sampled. Higher is better."""
+
+
+class EvaluationConfig(_Part):
+    """The lane beside training in which evaluation episodes run."""
+
+    slots: int = Field(default=16, ge=0)
+    """So many evaluation episodes may be open, and so many of their generations run, in places of their own: training
+    cannot take them, and they take none of training's. 0: evaluations take places as training episodes do."""
+    hold_sync_s: float = Field(default=60.0, ge=0.0)
+    """How long a step waits for the evaluation of the weights it replaces, at most."""
 
 
 class TrackingConfig(_Part):
@@ -170,10 +311,13 @@ class TrainConfig(_Part):
     batching: BatchingConfig = BatchingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
+    critic: CriticConfig | None = None
+    """The value model; only with `algorithm.advantage: gae`."""
     lora: LoraConfig | None = None
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
@@ -190,6 +334,11 @@ class TrainConfig(_Part):
             )
         if self.optim.schedule != "constant" and self.optim.total_steps is None:
             raise ValueError(f"optim.total_steps: the {self.optim.schedule} schedule needs its length; set it")
+        if (self.algorithm.advantage == "gae") != (self.critic is not None):
+            raise ValueError(
+                "critic: algorithm.advantage 'gae' and the section critic belong together; give both (critic.lr is a "
+                "good beginning), or neither"
+            )
         if self.algorithm.mini_batches > self.batch_tasks * self.repeats:
             raise ValueError("algorithm.mini_batches: more mini-batches than episodes in a batch; lower it")
         return self

@@ -241,17 +241,17 @@ def test_entropy_bonus_is_subtracted_over_sampled_tokens_only(fixed: Fixed):
     assert value == pytest.approx(metrics["actor/pg_loss"] - 0.3 * expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["token_is", "sequence_is"])
+@pytest.mark.parametrize("kind", ["token", "sequence"])
 def test_importance_weights_are_truncated_and_skip_inexact_tokens(fixed: Fixed, kind: str):
     for row in fixed.rows[::2]:
         row.exact[row.loss_mask.nonzero()[0, 0]] = False
-    _, metrics = objective(fixed, rollout_correction=kind, rollout_is_threshold=1.3)
+    _, metrics = objective(fixed, rollout_correction={"rollout_is": kind, "rollout_is_threshold": 1.3})
 
     def row_loss(i: int) -> torch.Tensor:
         row = fixed.rows[i]
         m, exact = row.loss_mask, row.exact[row.loss_mask]
         log_ratio = (fixed.logprobs[i][m] - row.rollout_logprobs[m]).detach()
-        if kind == "sequence_is":
+        if kind == "sequence":
             log_ratio = (log_ratio * exact).sum().expand_as(log_ratio)
         weight = torch.where(exact, log_ratio.exp().clamp(max=1.3), 1.0)
         return -row.advantages[m] * weight

@@ -235,7 +235,7 @@ def test_importance_weights_with_several_steps_use_the_logprobs_before_the_first
     for episode in batch.episodes:
         for row in episode.samples:
             row.logprobs = [p - 0.2 if m else 0.0 for p, m in zip(row.logprobs, row.loss_mask, strict=True)]
-    keys = {"algorithm.rollout_correction": "token_is", "optim.lr": 5e-3}
+    keys = {"algorithm.rollout_correction.rollout_is": "token", "optim.lr": 5e-3}
     for epochs in (1, 3):
         metrics = trainer(**keys, **{"algorithm.epochs": epochs}).update(batch)
         assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(math.exp(0.2), rel=1e-3)
