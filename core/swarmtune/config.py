@@ -235,10 +235,35 @@ class LoraConfig(_Part):
     targets: str | list[str] = "all-linear"
 
 
+class VllmConfig(_Part):
+    """engine.kind vllm: the vLLM servers that generate."""
+
+    python: str | None = None
+    """Interpreter that has vLLM; None takes $A3R_VLLM_PYTHON, else .venv-vllm beside this package (scripts/vllm-cpu)."""
+    urls: list[str] = Field(default_factory=list)
+    """Attach to these running servers instead of starting any. They must see this machine's files."""
+    replicas: int = Field(default=1, ge=1)
+    """Servers to start."""
+    devices: list[str] = Field(default_factory=list)
+    """CUDA_VISIBLE_DEVICES of each replica in turn; empty leaves the choice to CUDA."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """None takes trainer.dtype."""
+    lora: Literal["adapter", "merged"] = "adapter"
+    """With lora: hand over the adapter alone, or all weights with the adapter merged into them."""
+    sync: Literal["files", "ipc"] = "files"
+    """How weights get there: safetensors and reload_weights, or vLLM's transfer through shared GPU memory."""
+    args: list[str] = Field(default_factory=list)
+    """Further arguments of the server; they come last and so win."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment of the server."""
+    start_s: float = Field(default=900.0, gt=0.0)
+    """How long a server may take until it answers."""
+
+
 class EngineConfig(_Part):
     """Where answers come from and how big it may get."""
 
-    kind: Literal["hf", "scripted"] = "hf"
+    kind: Literal["hf", "vllm", "scripted"] = "hf"
     max_batch: int = Field(default=64, ge=1)
     """Requests generated together; more wait."""
     context_length: int = Field(default=2048, ge=16)
@@ -251,6 +276,7 @@ class EngineConfig(_Part):
     """scripted: pace of one answer; None gives each answer at once."""
     script_update_s: float = Field(default=0.0, ge=0.0)
     """scripted: how long the pretend update takes."""
+    vllm: VllmConfig = VllmConfig()
 
 
 class TrainerConfig(_Part):
