@@ -108,6 +108,8 @@ class Episode:
     claimed_at: float
     """Clock seconds, like last_seen and closed_at."""
     last_seen: float
+    evaluation_id: str | None = None
+    """kind evaluate: the evaluation it belongs to, if one was begun."""
     state: EpisodeState = EpisodeState.CLAIMED
     reason: str | None = None
     """Why it was aborted or expired."""
@@ -181,10 +183,13 @@ def _short(value: Any) -> str:
 
 
 class EpisodeBook:
-    def __init__(self, clock: Clock, *, max_open: int, remember: int = 20_000) -> None:
-        """`max_open` bounds open episodes; the last `remember` closed ones still get their reason or answer."""
+    def __init__(self, clock: Clock, *, max_open: int, evaluation_slots: int = 0, remember: int = 20_000) -> None:
+        """`max_open` bounds open episodes, evaluations left out where they have `evaluation_slots` of their own; the
+        last `remember` closed ones still get their reason or answer."""
         self._clock = clock
         self._max_open = max_open
+        self._evaluation_slots = evaluation_slots
+        self._open_evaluations = 0
         self._remember = remember
         self._open: dict[str, Episode] = {}
         self._closed: OrderedDict[str, Episode] = OrderedDict()
@@ -207,22 +212,19 @@ class EpisodeBook:
         weight_version: int = 0,
         step: int = 0,
         sampling: Mapping[str, Any] | None = None,
+        evaluation_id: str | None = None,
     ) -> Episode:
         """A fresh open episode; a repeated `claim_id` gets the episode it got before while that is open.
 
         Raises:
-            TooManyEpisodes: `max_open` are open; carries retry_after_s.
+            TooManyEpisodes: no place is free for this kind; carries retry_after_s.
             ClaimConflict: the claim id belongs to an episode of another task or kind.
             EpisodeOver, EpisodeExpired: the claim id's episode is closed; claim with a new id.
         """
         if claim_id is not None and claim_id in self._by_claim:
             return self._claimed_before(claim_id, task_id, kind)
-        if len(self._open) >= self._max_open:
-            raise TooManyEpisodes(
-                f"{len(self._open)} episodes are open, which is the limit; end or abort some, "
-                "or raise batching.max_open_episodes",
-                retry_after_s=1.0,
-            )
+        if self.places_left(kind) < 1:
+            raise TooManyEpisodes(self._why_full(kind), retry_after_s=1.0)
         now, key = self._clock(), "sk-ep-" + secrets.token_urlsafe(32)
         episode = Episode(
             episode_id="ep-" + secrets.token_hex(12),
@@ -236,6 +238,7 @@ class EpisodeBook:
             weight_version=weight_version,
             step=step,
             sampling=dict(sampling or {}),
+            evaluation_id=evaluation_id,
             claimed_at=now,
             last_seen=now,
         )
@@ -249,6 +252,26 @@ class EpisodeBook:
         """The open episode a repeated claim would get, or None: ask before the pool's may_claim."""
         episode = self._by_claim.get(claim_id) if claim_id is not None else None
         return episode if episode is not None and episode.is_open else None
+
+    def places_left(self, kind: EpisodeKind) -> int:
+        """How many more episodes of this kind may be open. One kind never takes the other's places, where evaluations
+        have slots."""
+        if not self._evaluation_slots:
+            return self._max_open - len(self._open)
+        if kind == "evaluate":
+            return self._evaluation_slots - self._open_evaluations
+        return self._max_open - (len(self._open) - self._open_evaluations)
+
+    def _why_full(self, kind: EpisodeKind) -> str:
+        if kind == "evaluate" and self._evaluation_slots:
+            return (
+                f"{self._open_evaluations} evaluation episodes are open, which is the limit; end or abort some, or "
+                "raise evaluation.slots"
+            )
+        return (
+            f"{len(self._open)} episodes are open, which is the limit; end or abort some, or raise "
+            "batching.max_open_episodes"
+        )
 
     def _claimed_before(self, claim_id: str, task_id: str, kind: EpisodeKind) -> Episode:
         episode = self._by_claim[claim_id]
@@ -512,6 +535,7 @@ class EpisodeBook:
 
     def _count_open(self, episode: Episode) -> None:
         if episode.kind != "train":
+            self._open_evaluations += 1
             return
         task = self._open_tasks.setdefault(episode.task_id, OpenTask(0, episode.client, episode.claimed_at))
         task.count += 1
@@ -519,6 +543,7 @@ class EpisodeBook:
 
     def _uncount_open(self, episode: Episode) -> None:
         if episode.kind != "train":
+            self._open_evaluations -= 1
             return
         task = self._open_tasks[episode.task_id]
         task.count -= 1

@@ -34,10 +34,10 @@ from typing import Any, Self, TypeVar, cast
 import msgpack
 
 from swarmtune.episodes import Episode
-from swarmtune.protocol import CheckpointView, Code, EndResult, EpisodeState, Event, StepRecord
+from swarmtune.protocol import CheckpointView, Code, EndResult, EpisodeState, EvaluationRecord, Event, StepRecord
 from swarmtune.types import FinishedEpisode, Sample, TrainBatch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x5A11ED
 """Marks the file as ours, so that another SQLite file is refused by name and not by a missing table."""
 
@@ -131,6 +131,13 @@ class CheckpointRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationWritten:
+    """Begun, or finished: the record takes the place of the one before."""
+
+    record: EvaluationRecord
+
+
+@dataclass(frozen=True, slots=True)
 class EventWritten:
     event: Event
 
@@ -166,6 +173,7 @@ Entry = (
     | BatchTrained
     | CheckpointSaved
     | CheckpointRemoved
+    | EvaluationWritten
     | EventWritten
     | ClientRegistered
     | ClientRemoved
@@ -197,6 +205,19 @@ class Recovery:
     steps: list[StepRecord]
     """Records of the steps up to the checkpoint."""
     checkpoints: list[CheckpointView]
+    meta: dict[str, Any]
+    evaluations: list[EvaluationRecord]
+    """In order of weight version and of their beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run has done, as its journal has it."""
+
+    config: dict[str, Any]
+    steps: list[StepRecord]
+    checkpoints: list[CheckpointView]
+    evaluations: list[EvaluationRecord]
     meta: dict[str, Any]
 
 
@@ -287,6 +308,14 @@ class Journal:
         done = asyncio.get_running_loop().create_future()
         self._jobs.put(_Write(entries, done))
         await done
+
+    def write_now(self, *entries: Entry) -> None:
+        """`write` for callers without an event loop. Blocking.
+
+        Raises:
+            JournalError: none of these entries is on disk.
+        """
+        self._call(lambda store: store.write(list(entries))).result()
 
     async def barrier(self) -> None:
         """Returns once everything written before is on disk or has raised."""
@@ -472,6 +501,7 @@ CREATE TABLE batches (step INTEGER PRIMARY KEY, state TEXT NOT NULL, record TEXT
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, at REAL NOT NULL, bytes INTEGER NOT NULL);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE clients (name TEXT PRIMARY KEY, share INTEGER) WITHOUT ROWID;
+CREATE TABLE evaluations (id TEXT PRIMARY KEY, version INTEGER NOT NULL, began REAL NOT NULL, record TEXT NOT NULL);
 """
 
 CONFIG_KEY = "config"
@@ -694,6 +724,13 @@ class _Store:
     def _remove_checkpoint(self, entry: CheckpointRemoved) -> None:
         self._db.execute("DELETE FROM checkpoints WHERE step = ?", (entry.step,))
 
+    def _write_evaluation(self, entry: EvaluationWritten) -> None:
+        r = entry.record
+        self._db.execute(
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)",
+            (r.evaluation_id, r.weight_version, r.began_at, r.model_dump_json()),
+        )
+
     def _add_event(self, entry: EventWritten) -> None:
         e = entry.event
         self._db.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (e.seq, e.at, e.kind, json.dumps(e.data)))
@@ -730,6 +767,15 @@ class _Store:
         rows = self._select("SELECT step, path, at, bytes FROM checkpoints ORDER BY step")
         return [CheckpointView(step=step, path=path, at=at, bytes=size) for step, path, at, size in rows]
 
+    def evaluations(self) -> list[EvaluationRecord]:
+        rows = self._select("SELECT record FROM evaluations ORDER BY version, began, id")
+        return [EvaluationRecord.model_validate_json(record) for (record,) in rows]
+
+    def history(self) -> History:
+        meta = {key: json.loads(value) for key, value in self._select("SELECT key, value FROM meta")}
+        config = meta.pop(CONFIG_KEY)
+        return History(config, self.steps_after(0), self.checkpoints(), self.evaluations(), meta)
+
     def _select(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._explained():
             return self._db.execute(sql, values).fetchall()
@@ -756,6 +802,7 @@ class _Store:
             steps=self.steps_after(0),
             checkpoints=self.checkpoints(),
             meta=meta,
+            evaluations=self.evaluations(),
         )
 
     def _abort_open(self, episode_ids: list[str]) -> None:
@@ -853,11 +900,33 @@ WRITERS: dict[type, Callable[[_Store, Any], None]] = {
     BatchTrained: _Store._trained,
     CheckpointSaved: _Store._save_checkpoint,
     CheckpointRemoved: _Store._remove_checkpoint,
+    EvaluationWritten: _Store._write_evaluation,
     EventWritten: _Store._add_event,
     ClientRegistered: _Store._add_client,
     ClientRemoved: _Store._remove_client,
     MetaSet: _Store._write_meta,
 }
+
+
+def read_history(path: Path) -> History:
+    """What the journal at `path` says, also while a live server writes it. Changes nothing.
+
+    Raises:
+        JournalError: missing, damaged, or of another schema version.
+    """
+    if not path.is_file():
+        raise JournalError(Code.NOT_FOUND, f"{path}: no journal is there; name a run's folder")
+    try:
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
+    except sqlite3.Error as error:
+        raise _explain(path, error) from error
+    store = _Store(path, connection)
+    try:
+        with store._explained():
+            store._check_identity()
+            return store.history()
+    finally:
+        store.close()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,6 +24,11 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
     GET  /v1/events?after=seq                  server-sent events, `id:` is the sequence number, data an Event
     GET  /v1/checkpoints                     → list[CheckpointView]
     POST /v1/checkpoints                     → CheckpointView   save now
+    POST /v1/export         ExportRequest    → ExportView       weights of a checkpoint as a Hugging Face folder
+    GET  /v1/evaluations?name=               → list[EvaluationRecord]
+    POST /v1/evaluations    EvaluationRequest → EvaluationRecord      begin one; it belongs to one weight version
+    GET  /v1/evaluations/{id}                → EvaluationRecord
+    POST /v1/evaluations/{id}/finish EvaluationOutcome → EvaluationRecord
     *    /v1/chat/completions, /v1/responses, /v1/messages, /v1/completions, /v1/models
                                                                 the model, with an episode's key
 """
@@ -101,6 +106,9 @@ class Code(StrEnum):
     STALE = "stale"
     CONSERVATION = "conservation_violated"
     UNKNOWN_CLIENT = "unknown_client"
+    UNKNOWN_EVALUATION = "unknown_evaluation"
+    VERSION_PASSED = "version_passed"
+    """The weights an evaluation belongs to have been replaced."""
     STEP_MISMATCH = "step_mismatch"
     CONTEXT_LENGTH = "context_length_exceeded"
     TEMPLATE_REFUSED = "template_refused"
@@ -129,6 +137,10 @@ class ErrorBody(BaseModel):
 class StartRequest(_Wire):
     config: dict[str, Any]
     """A TrainConfig, nested or with dotted keys."""
+    from_step: int | None = Field(None, ge=0)
+    """Begin a new run at this checkpoint of an earlier one, which stays as it is."""
+    from_run: str | None = Field(None, min_length=1)
+    """from_step: the earlier run, by name (`0001`) or folder on the server's machine; None is the last one."""
 
 
 class ServerStatus(_Wire):
@@ -170,6 +182,8 @@ class ClaimRequest(_Wire):
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in
     the episode (0 for the first call). None leaves such calls unseeded."""
+    evaluation_id: str | None = Field(None, min_length=1, max_length=128)
+    """kind evaluate: the evaluation it is an episode of."""
     claim_id: str | None = Field(None, min_length=1, max_length=128)
     """Idempotency key: the same claim_id gets the same episode again."""
     wait_s: float = Field(0.0, ge=0.0, le=120.0)
@@ -228,6 +242,8 @@ class EndResult(_Wire):
     message: str | None = None
     samples: int = 0
     sampled_tokens: int = 0
+    weight_versions: list[int] = Field(default_factory=list)
+    """Of the weights that sampled its tokens, all of them, in order."""
 
 
 class AbortRequest(_Wire):
@@ -298,8 +314,87 @@ class Event(_Wire):
     data: dict[str, Any]
 
 
+KeptFor = Literal["last", "best"]
+
+
 class CheckpointView(_Wire):
     step: int
     path: str
     at: float
+    """Unix time, seconds."""
     bytes: int
+    score: float | None = None
+    """Value of checkpoint.best_by; None while it is not known."""
+    kept: list[KeptFor] = Field(default_factory=list)
+    """Why it will not be removed to make room."""
+
+
+class ExportRequest(_Wire):
+    path: str = Field(min_length=1)
+    """Absolute, on the server's machine; what is there already is not touched."""
+    step: int | None = Field(None, ge=0)
+    """A checkpoint's; None saves the current weights and takes those."""
+    adapter: bool = False
+    """The LoRA adapter by itself as a peft folder, instead of merged weights."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """None: trainer.dtype, and so exactly the weights that answered."""
+
+
+class ExportView(_Wire):
+    path: str
+    step: int
+    bytes: int
+
+
+class Spread(_Wire):
+    """A value with its 95 % confidence interval; None where there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class EvaluationRequest(_Wire):
+    evaluation_id: str = Field(min_length=1, max_length=128)
+    """Idempotency key."""
+    name: str = Field("evaluation", min_length=1, max_length=128)
+    weight_version: int | None = Field(None, ge=0)
+    """The weights to evaluate: the current ones (None), or later ones, whose claims wait until they are there."""
+    tasks: int = Field(ge=1)
+    k: int = Field(ge=1)
+    """Episodes per task."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    hold_sync_s: float | None = Field(None, ge=0.0)
+    """Instead of evaluation.hold_sync_s."""
+
+
+class EvaluationOutcome(_Wire):
+    """What an evaluation found. `mean` and `pass_at` are over the episodes sampled by its weights alone."""
+
+    episodes: int = Field(ge=0)
+    failed: int = Field(0, ge=0)
+    """Episodes that raised."""
+    mixed: int = Field(0, ge=0)
+    """Episodes during which the weights changed; in no number."""
+    skipped: int = Field(0, ge=0)
+    """Episodes not run because the weights had been replaced."""
+    mean: Spread | None = None
+    pass_at: dict[int, Spread] = Field(default_factory=dict)
+
+
+class EvaluationRecord(EvaluationOutcome):
+    """A row of the table of evaluations."""
+
+    evaluation_id: str
+    name: str
+    weight_version: int
+    state: Literal["open", "finished"]
+    began_at: float
+    """Unix time, seconds."""
+    ended_at: float | None = None
+    tasks: int
+    k: int
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    hold_sync_s: float
+    episodes: int = 0
+    """Those in the numbers."""

@@ -97,6 +97,8 @@ class Session:
     seed: int | None
     turns: list[TurnRecord] = field(default_factory=list)
     conversations: Conversations = field(default_factory=Conversations)
+    versions: set[int] = field(default_factory=set)
+    """Of the weights that sampled its answers."""
 
     def seed_for(self, position: int, choice: int, *, asked: int | None = None) -> int | None:
         """The seed of one answer: the request's own unless that is pinned, else one from the claim's and the call's

@@ -14,6 +14,8 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant", "tool"]
 Author = Literal["llm", "env", "user"]
 MatchPolicy = Literal["text", "token"]
+Lane = Literal["train", "evaluate"]
+"""Generations of one lane never take the places of the other."""
 
 
 class FinishReason(StrEnum):
@@ -88,6 +90,8 @@ class GenerateRequest:
     sampling: SamplingParams
     episode_id: str = ""
     """Routing hint: calls of one episode prefer the replica that has their prefix cached."""
+    lane: Lane = "train"
+    """Whose places it may take."""
 
 
 @dataclass(frozen=True, slots=True)

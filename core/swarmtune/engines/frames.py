@@ -78,6 +78,7 @@ def request_fields(request: GenerateRequest) -> Frame:
         "prompt": array("i", request.prompt_token_ids).tobytes(),
         "sampling": _shallow(request.sampling),
         "episode_id": request.episode_id,
+        "lane": request.lane,
     }
 
 
@@ -86,7 +87,13 @@ def read_request(fields: Mapping[str, Any]) -> GenerateRequest:
     sampling["stop"] = tuple(sampling["stop"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     prompt = array("i", fields["prompt"]).tolist()
-    return GenerateRequest(fields["request_id"], prompt, SamplingParams(**sampling), episode_id=fields["episode_id"])
+    return GenerateRequest(
+        fields["request_id"],
+        prompt,
+        SamplingParams(**sampling),
+        episode_id=fields["episode_id"],
+        lane=fields["lane"],
+    )
 
 
 def chunk_fields(call_id: int, chunk: GenerateChunk) -> list[Any]:

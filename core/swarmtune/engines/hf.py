@@ -63,6 +63,7 @@ class HFEngine:
         batch = RollingBatch(
             model,
             max_batch=config.engine.max_batch,
+            evaluation_slots=config.evaluation.slots,
             context_length=min(wanted, getattr(model.config, "max_position_embeddings", None) or wanted),
             decode=_decoder(tokenizer),
             eos_token_ids=ends,

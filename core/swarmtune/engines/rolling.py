@@ -1,6 +1,7 @@
 """A rolling batch over a transformers causal model: requests join and leave between decode steps.
 
-Owns the running requests, their cache rows and the queue of waiting ones. `step` does one round: admit what fits
+Owns the running requests, their cache rows and the queues of waiting ones, one per lane: training and evaluation have
+places of their own and come first in turns. `step` does one round: admit what fits
 (prompts are padded into few forward passes; what another request has already computed is copied, not computed), else
 decode one token for every running request. Row i of the cache always belongs to `self._running[i]`. A request never
 changes what another one draws, apart from rounding: kernels may round differently at another batch size.
@@ -27,7 +28,7 @@ from swarmtune.backend import ContextOverflow, RequestRefused
 from swarmtune.engines.constraint import Constraint, Grammars
 from swarmtune.engines.kv_cache import BLOCK, Columns, PrefixStore, RowCache, TokenArray, WritePlan, common_prefix
 from swarmtune.engines.sampler import RowParams, Sampled, sample, sample_allowed
-from swarmtune.types import FinishReason, GenerateChunk, GenerateRequest
+from swarmtune.types import FinishReason, GenerateChunk, GenerateRequest, Lane
 
 ATTENTION = "swarmtune_grouped"
 _PREFILL_TOKENS = 2048
@@ -128,11 +129,13 @@ class RollingBatch:
         seed: int = 0,
         weight_version: int = 0,
         grammars: Grammars | None = None,
+        evaluation_slots: int = 0,
     ) -> None:
+        """`evaluation_slots`: rows besides `max_batch` for evaluation requests alone; 0 lets them take any row."""
         self.model = model
         self.context_length = context_length
         self.weight_version = weight_version
-        self._max_batch = max_batch
+        self._rows_of: dict[Lane, int] = {"train": max_batch, "evaluate": evaluation_slots}
         self._decode = decode
         self._eos = eos_token_ids
         self._seed = seed
@@ -143,11 +146,12 @@ class RollingBatch:
             getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         )
         self._masked = torch.finfo(model.dtype).min
-        self._cache = RowCache(max_batch, context_length)
+        self._cache = RowCache(max_batch + evaluation_slots, context_length)
         self._store = PrefixStore(_prefix_bytes())
         self._running: list[Running] = []
         self._params: RowParams | None = None
-        self._waiting: deque[Running] = deque()
+        self._waiting: dict[Lane, deque[Running]] = {"train": deque(), "evaluate": deque()}
+        """In turns, the lane that comes first stands first."""
         self._inbox: deque[GenerateRequest | str] = deque()
         self._seen_prompts: Counter[bytes] = Counter()
 
@@ -183,7 +187,7 @@ class RollingBatch:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox or self._waiting or self._running)
+        return bool(self._inbox or self._running or any(self._waiting.values()))
 
     @property
     def has_running(self) -> bool:
@@ -195,7 +199,7 @@ class RollingBatch:
         self._empty_inbox()
         emissions: list[Emission] = []
         joined: list[Running] = []
-        if admit and self._waiting and len(self._running) < self._max_batch:
+        if admit and any(waiting and self._free(lane) for lane, waiting in self._waiting.items()):
             first = len(self._running)
             logits = self._admit()
             joined = self._running[first:]
@@ -207,7 +211,8 @@ class RollingBatch:
     def hold(self) -> None:
         """Put the running requests back in front of the queue; they keep their tokens and continue after a prefill."""
         self._empty_inbox()
-        self._waiting.extendleft(reversed(self._running))
+        for running in reversed(self._running):
+            self._waiting[self._lane_of(running)].appendleft(running)
         self._forget_rows()
 
     def take_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -225,7 +230,8 @@ class RollingBatch:
     def clear(self) -> None:
         """Drop every request, as after an error inside `step`; the batch is empty and usable afterwards."""
         self._inbox.clear()
-        self._waiting.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
         self._store.clear()
         self._forget_rows()
 
@@ -259,9 +265,17 @@ class RollingBatch:
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, GenerateRequest):
-                self._waiting.append(self._receive(item))
+                received = self._receive(item)
+                self._waiting[self._lane_of(received)].append(received)
             else:
                 self._drop(item)
+
+    def _lane_of(self, running: Running) -> Lane:
+        return running.request.lane if self._rows_of["evaluate"] else "train"
+
+    def _free(self, lane: Lane) -> int:
+        """Rows that requests of a lane may still take."""
+        return self._rows_of[lane] - sum(self._lane_of(running) == lane for running in self._running)
 
     def _receive(self, request: GenerateRequest) -> Running:
         sampling = request.sampling
@@ -287,10 +301,11 @@ class RollingBatch:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def _drop(self, request_id: str) -> None:
-        for waiting in self._waiting:
-            if waiting.request.request_id == request_id:
-                self._waiting.remove(waiting)
-                return
+        for queue in self._waiting.values():
+            for waiting in queue:
+                if waiting.request.request_id == request_id:
+                    queue.remove(waiting)
+                    return
         for row, running in enumerate(self._running):
             if running.request.request_id == request_id:
                 self._leave(row)
@@ -340,24 +355,26 @@ class RollingBatch:
         return logits[order]
 
     def _choose(self) -> list[_Newcomer]:
-        """Take waiting requests, oldest first, while rows and the padded token budget last."""
-        free = self._max_batch - len(self._running)
+        """Take waiting requests, of each lane the oldest first, while its rows and the padded token budget last."""
         chosen: dict[bytes, _Newcomer] = {}
         longest = 0
-        while self._waiting and free:
-            running = self._waiting[0]
-            tokens = np.asarray(running.context, dtype=np.int64)
-            if twin := chosen.get(tokens.tobytes()):
-                twin.twins.append(running)
-            else:
-                newcomer = self._find_prefix(running, tokens)
-                grown = max(longest, newcomer.new_tokens)
-                if chosen and grown * (len(chosen) + 1) > _PREFILL_TOKENS:
-                    break
-                longest = grown
-                chosen[tokens.tobytes()] = newcomer
-            self._waiting.popleft()
-            free -= 1
+        for lane, waiting in self._waiting.items():
+            free = self._free(lane)
+            while waiting and free:
+                running = waiting[0]
+                tokens = np.asarray(running.context, dtype=np.int64)
+                if twin := chosen.get(tokens.tobytes()):
+                    twin.twins.append(running)
+                else:
+                    newcomer = self._find_prefix(running, tokens)
+                    grown = max(longest, newcomer.new_tokens)
+                    if chosen and grown * (len(chosen) + 1) > _PREFILL_TOKENS:
+                        break
+                    longest = grown
+                    chosen[tokens.tobytes()] = newcomer
+                waiting.popleft()
+                free -= 1
+        self._waiting = dict(reversed(self._waiting.items()))
         return list(chosen.values())
 
     def _find_prefix(self, running: Running, tokens: TokenArray) -> _Newcomer:

@@ -364,7 +364,13 @@ class Exchange:
             return
         while True:
             backend, life = await self.server.serving()
-            request = GenerateRequest(choice.turn.turn_id, choice.turn.prompt, choice.sampling, self.episode.episode_id)
+            request = GenerateRequest(
+                choice.turn.turn_id,
+                choice.turn.prompt,
+                choice.sampling,
+                self.episode.episode_id,
+                lane=self.episode.kind,
+            )
             text = self.renderer.stream() if speak is not None else None
             chunks = backend.generate(request)
             try:
@@ -431,6 +437,7 @@ class Exchange:
             choice.finish_reason, choice.stop_string = again.finish_reason, again.stop_string
             message = again.message or Message("assistant", again.text)
         else:
+            self.session.versions.update(choice.versions)
             text = self.renderer.decode(choice.token_ids)
             message = self._message(choice, text)
             reply = Reply(
