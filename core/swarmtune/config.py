@@ -239,7 +239,7 @@ class VllmConfig(_Part):
     """engine.kind vllm: the vLLM servers that generate."""
 
     python: str | None = None
-    """Interpreter that has vLLM; None takes $A3R_VLLM_PYTHON, else .venv-vllm beside this package (scripts/vllm-cpu)."""
+    """Interpreter that has vLLM; None takes $A3R_VLLM_PYTHON, else .venv-vllm of this checkout (scripts/vllm-cpu)."""
     urls: list[str] = Field(default_factory=list)
     """Attach to these running servers instead of starting any. They must see this machine's files."""
     replicas: int = Field(default=1, ge=1)
