@@ -287,6 +287,25 @@ class TrainerConfig(_Part):
     gradient_checkpointing: bool = False
 
 
+class RayConfig(_Part):
+    """The trainer as a Ray worker group: one model over several processes (docs/gpus.md)."""
+
+    processes: int = Field(default=2, ge=1)
+    """Ranks. The weights are sharded over them and each batch is spread by tokens."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines the ranks are spread over evenly."""
+    address: str | None = None
+    """None starts Ray on this machine for this training alone; "auto" or `host:port` joins a cluster."""
+    object_store_mb: int = Field(default=256, ge=80)
+    """Shared memory that a Ray started here may take."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        if self.processes % self.nodes:
+            raise ValueError(f"processes: {self.processes} do not spread evenly over {self.nodes} nodes; change either")
+        return self
+
+
 class CheckpointConfig(_Part):
     every_steps: int = Field(default=5, ge=0)
     """0 writes one only at stop."""
@@ -342,6 +361,7 @@ class TrainConfig(_Part):
     lora: LoraConfig | None = None
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    ray: RayConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -100,7 +100,7 @@ class Trainer:
         """
         state = checkpoint.read(resume) if resume is not None else None
         torch.manual_seed(self._config.seed)
-        worker = build_worker(self._config, self._model_path)
+        worker = build_worker(self._config, self._model_path, work_dir=self._work_dir)
         algorithm = self._config.algorithm
         worker.set_loss_fn(PolicyObjective(algorithm, actor_config(algorithm)))
         self._worker = worker
@@ -109,7 +109,7 @@ class Trainer:
             worker.load_checkpoint(resume)
             self._step = int(state["step"])
         if algorithm.kl_coef > 0 and self._config.lora is None:
-            self._reference = build_worker(self._config, self._model_path, trained=False)
+            self._reference = build_worker(self._config, self._model_path, trained=False, work_dir=self._work_dir)
         self._tracker = Tracker(self._config, self._work_dir)
         return self._step
 
@@ -214,6 +214,7 @@ class Trainer:
             "type": self._model.hf_config.model_type,
             "parameters": self.parameters,
             "lora": lora.model_dump() if lora else None,
+            "ranks": self._model.ranks,
         }
 
     def _check_same_model(self, state: dict[str, Any], resume: Path) -> None:
@@ -222,7 +223,7 @@ class Trainer:
         if other:
             told = "; ".join(f"{k}: checkpoint {v}, configuration {mine[k]}" for k, v in other.items())
             raise ConfigError(
-                f"{resume}: the checkpoint is of another model ({told}); resume with the same model and lora"
+                f"{resume}: the checkpoint is of another model ({told}); resume with the same model, lora and ray.processes"
             )
 
     def _micro_batches(self, rows: list[Row], indices: Iterable[int]) -> list[MicroBatch]:

@@ -181,9 +181,17 @@ def named_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True) -> Workers:
-    """A ready model; `trained=False` is the reference model: compute dtype only, no adapter."""
+def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True, work_dir: Path) -> Workers:
+    """A ready model; `trained=False` is the reference model: compute dtype only, no adapter.
+
+    Raises:
+        ConfigError: `ray`: no such cluster, or too few processors.
+    """
     cpu_platform.activate()
+    if config.ray is not None:
+        from swarmtune.trainer.ray_workers import RayWorkers
+
+        return RayWorkers(config, worker_config(config, model_path, trained=trained), work_dir=work_dir)
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     ensure_process_group()
