@@ -1,4 +1,4 @@
-"""The configuration takes what was written and nothing that only looks like it; impossible combinations say the way out."""
+"""The configuration takes what was written and nothing that only looks like it; what clashes says the way out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_exponent_that_yaml_reads_as_text_is_a_number():
 
 @pytest.mark.parametrize("betas", [[0.9, 1.0], [-0.1, 0.9], [0.9], [0.9, True]])
 def test_betas_are_two_numbers_from_0_to_below_1(betas: list[Any]):
-    with pytest.raises(ConfigError, match="optim.betas"):
+    with pytest.raises(ConfigError, match=r"optim\.betas"):
         config(**{"optim.betas": betas})
 
 
@@ -46,7 +46,7 @@ def test_a_warm_up_as_long_as_the_schedule_is_refused():
 
 @pytest.mark.parametrize("keys", [{"algorithm.advantage": "gae"}, {"critic.lr": 1e-4}])
 def test_gae_and_its_critic_come_together(keys: dict[str, Any]):
-    with pytest.raises(ConfigError, match="critic: .*belong together"):
+    with pytest.raises(ConfigError, match=r"critic: .*belong together"):
         config(**keys)
 
 

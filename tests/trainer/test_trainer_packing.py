@@ -36,6 +36,7 @@ def made_up_row(tokens: list[int], episode: int = 0) -> Row:
         rollout_logprobs=torch.zeros(len(tokens)),
         exact=torch.ones(len(tokens), dtype=torch.bool),
         advantages=mask.float(),
+        sources=torch.zeros(len(tokens), dtype=torch.long),
         temperature=1.0,
     )
 

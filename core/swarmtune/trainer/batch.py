@@ -38,10 +38,18 @@ class Row:
     exact: torch.Tensor
     """Boolean: the token was sampled in exactly this context, so its rollout logprob may be compared with ours."""
     advantages: torch.Tensor
+    sources: torch.Tensor
+    """Integer: which of its episode's sampled tokens each token under the mask is, counted row after row."""
     temperature: float
     old_logprobs: torch.Tensor | None = None
     """Our own log-probabilities before the first optimizer step, where they were computed."""
     ref_logprobs: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+    """Importance weights that are fixed for the update."""
+    values: torch.Tensor | None = None
+    """The critic's, of the state before each token, before its first optimizer step."""
+    returns: torch.Tensor | None = None
+    """What the critic learns to predict."""
 
     @property
     def targets(self) -> int:
@@ -66,35 +74,60 @@ class Rows:
 
 
 def build_rows(
-    episodes: Sequence[FinishedEpisode], advantages: Sequence[torch.Tensor], *, max_length: int | None = None
+    episodes: Sequence[FinishedEpisode],
+    advantages: Sequence[torch.Tensor] | None = None,
+    *,
+    max_length: int | None = None,
 ) -> Rows:
     """Turn every sample with something to learn from into a row.
 
     Args:
-        advantages: per episode, one value per sampled token, row after row.
+        advantages: per episode, one value per sampled token, row after row; None leaves them 0.
         max_length: tokens after it are cut off and counted; None cuts nothing.
     """
     rows: list[Row] = []
     no_context = over_context = 0
-    for index, (episode, values) in enumerate(zip(episodes, advantages, strict=True)):
+    for index, episode in enumerate(episodes):
         cursor = 0
         for sample in episode.samples:
-            sampled = sum(sample.loss_mask)
-            row = _row(index, sample, values[cursor : cursor + sampled])
-            cursor += sampled
+            row = _row(index, sample, cursor)
+            cursor += sum(sample.loss_mask)
             no_context += bool(sample.loss_mask and sample.loss_mask[0])
             if max_length is not None and len(row.tokens) > max_length:
                 over_context += int(row.loss_mask[max_length:].sum())
                 row = _cut(row, max_length)
             if row.targets:
                 rows.append(row)
+    if advantages is not None:
+        spread = from_episodes(rows, advantages)
+        rows = [replace(row, advantages=values) for row, values in zip(rows, spread, strict=True)]
     return Rows(rows, no_context, over_context)
 
 
-def _row(episode: int, sample: Sample, advantages: torch.Tensor) -> Row:
+def from_episodes(rows: Sequence[Row], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Per episode a value for each sampled token → per row (T,), 0 off the mask."""
+    spread = []
+    for row in rows:
+        own = torch.zeros(len(row.tokens))
+        own[row.loss_mask] = values[row.episode][row.sources[row.loss_mask]].float()
+        spread.append(own)
+    return spread
+
+
+def to_episodes(
+    rows: Sequence[Row], values: Sequence[torch.Tensor], episodes: Sequence[FinishedEpisode]
+) -> list[torch.Tensor]:
+    """Per row (T,) → per episode a value for each sampled token, 0 for those that are in no row."""
+    gathered = [torch.zeros(e.sampled_tokens) for e in episodes]
+    for row, own in zip(rows, values, strict=True):
+        gathered[row.episode][row.sources[row.loss_mask]] = own[row.loss_mask].float()
+    return gathered
+
+
+def _row(episode: int, sample: Sample, before: int) -> Row:
+    """`before`: sampled tokens in the episode's earlier rows."""
     mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-    spread = torch.zeros(len(mask))
-    spread[mask] = advantages
+    sources = before + mask.cumsum(0) - 1
     exact = torch.ones_like(mask) if sample.context_exact is None else torch.tensor(sample.context_exact).bool()
     mask[:1] = False
     return Row(
@@ -103,7 +136,8 @@ def _row(episode: int, sample: Sample, advantages: torch.Tensor) -> Row:
         loss_mask=mask,
         rollout_logprobs=torch.tensor(sample.logprobs, dtype=torch.float32),
         exact=exact,
-        advantages=spread,
+        advantages=torch.zeros(len(mask)),
+        sources=sources,
         temperature=sample.temperature if sample.temperature > 0 else 1.0,
     )
 
@@ -116,6 +150,7 @@ def _cut(row: Row, length: int) -> Row:
         rollout_logprobs=row.rollout_logprobs[:length],
         exact=row.exact[:length],
         advantages=row.advantages[:length],
+        sources=row.sources[:length],
     )
 
 
@@ -288,6 +323,9 @@ def _micro_batch(
     for name, values in (
         ("old_log_probs", [row.old_logprobs for row in chosen]),
         ("ref_log_prob", [row.ref_logprobs for row in chosen]),
+        ("rollout_is_weights", [row.importance for row in chosen]),
+        ("values", [row.values for row in chosen]),
+        ("returns", [row.returns for row in chosen]),
     ):
         if all(v is not None for v in values):
             nested[name] = [v[s:] for v, s in zip(values, starts, strict=True) if v is not None]

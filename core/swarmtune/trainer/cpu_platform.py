@@ -185,12 +185,11 @@ def register_engines() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* engine is not available")
         from verl.workers.engine.base import EngineRegistry
-        from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-    from swarmtune.trainer.fsdp_cpu import SelectiveFSDPEngine
+    from swarmtune.trainer.fsdp_cpu import SelectiveFSDPEngine, SelectiveValueEngine
 
     backends = ["fsdp", "fsdp2"]
-    for model_type, engine in (("language_model", SelectiveFSDPEngine), ("value_model", FSDPEngineWithValueHead)):
+    for model_type, engine in (("language_model", SelectiveFSDPEngine), ("value_model", SelectiveValueEngine)):
         known = EngineRegistry._engines.get(model_type, {})
         missing = [b for b in backends if "cpu" not in known.get(b, {})]
         if missing:

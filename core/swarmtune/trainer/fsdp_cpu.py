@@ -1,7 +1,7 @@
-"""veRL's FSDP engine for a CPU, computing only what the loss reads.
+"""veRL's FSDP engines (policy and value model) for a CPU, computing only what the loss reads.
 
-Promise: the same log-probabilities as veRL's engine, for the tokens under the loss mask; 0 elsewhere. Three savings,
-none of which changes a result beyond rounding:
+Promise: the same log-probabilities and values as veRL's engines, for the tokens under the loss mask; 0 elsewhere. Three
+savings, none of which changes a result beyond rounding:
 
 - the head is applied to the positions that predict a sampled token, not to every position: on a small model with a
   large vocabulary the head is a quarter of the work and most of the memory;
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from swarmtune.trainer.layout import layout, token_logprobs
+from swarmtune.trainer.layout import layout, sum_of_squares, token_logprobs
 
 
 class SelectiveFSDPEngine(FSDPEngineWithLMHead):
@@ -37,8 +38,10 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         super().initialize()
-        head = self.module.get_output_embeddings()
-        head.register_forward_pre_hook(self._keep_selected)
+        self._head().register_forward_pre_hook(self._keep_selected)
+
+    def _head(self) -> torch.nn.Module:
+        return self.module.get_output_embeddings()
 
     def _keep_selected(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(B, L, H) → (1, N, H): the head sees only the positions that predict a token of the loss."""
@@ -72,19 +75,58 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, torch.Tensor]:
-        """Nested (R, T) log_probs and entropy; entry t belongs to token t + 1, as veRL has it."""
+        """Nested (R, T) log_probs and entropy; entry t belongs to token t + 1, as veRL has it.
+
+        And sum_pi_squared, where the micro-batch asks for it with `calculate_sum_pi_squared`.
+        """
         del logits_processor_func
         targets = output_args["targets"]
         logits = output.logits
         if logits.shape[:2] != (1, len(targets)):
             raise RuntimeError(f"the model's logits {tuple(logits.shape)} do not come from its output embeddings")
         entropy_grad = bool(tu.get_non_tensor_data(micro_batch, key="calculate_entropy", default=False))
-        values = token_logprobs(logits[0], output_args["labels"], output_args["temperature"], entropy_grad=entropy_grad)
-        ids: Any = micro_batch["input_ids"]
-        offsets = ids.offsets()
-        return {
-            name: torch.nested.nested_tensor_from_jagged(
-                torch.zeros(int(offsets[-1])).index_put((targets - 1,), value), offsets
-            )
-            for name, value in zip(("log_probs", "entropy"), values, strict=True)
-        }
+        temperature = output_args["temperature"]
+        logprobs, entropy = token_logprobs(logits[0], output_args["labels"], temperature, entropy_grad=entropy_grad)
+        found = {"log_probs": logprobs, "entropy": entropy}
+        if tu.get_non_tensor_data(micro_batch, key="calculate_sum_pi_squared", default=False):
+            found["sum_pi_squared"] = sum_of_squares(logits[0], temperature)
+        return {name: _in_place(value, targets, micro_batch) for name, value in found.items()}
+
+
+class SelectiveValueEngine(SelectiveFSDPEngine):
+    """The same for a value model: one number per token that is predicted, of the state before it."""
+
+    def _build_module(self) -> torch.nn.Module:
+        """veRL's loader asks for flash attention, which no CPU has."""
+        from transformers import AutoModelForTokenClassification
+
+        config = self.model_config.hf_config
+        # As veRL sets them: one label, and no dropout between the last hidden state and the head.
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        module = AutoModelForTokenClassification.from_pretrained(
+            self.model_config.local_path,
+            dtype=PrecisionType.to_dtype(self.engine_config.model_dtype),
+            config=config,
+            attn_implementation="sdpa",
+        )
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return module
+
+    def _head(self) -> torch.nn.Module:
+        return self.module.score
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        """Nested (R, T) values; entry t is that of the state before token t + 1."""
+        del logits_processor_func
+        return {"values": _in_place(output.logits[0, :, 0].float(), output_args["targets"], micro_batch)}
+
+
+def _in_place(values: torch.Tensor, targets: torch.Tensor, micro_batch: TensorDict) -> torch.Tensor:
+    """(N,) values of the predicted tokens → nested (R, T), each one place before its token, 0 elsewhere."""
+    ids: Any = micro_batch["input_ids"]
+    offsets = ids.offsets()
+    flat = torch.zeros(int(offsets[-1])).index_put((targets - 1,), values)
+    return torch.nested.nested_tensor_from_jagged(flat, offsets)

@@ -118,6 +118,15 @@ def _pieces(logits: torch.Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
+def sum_of_squares(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(N, V), (N,) → (N,): the sum of squared probabilities of softmax(logits / temperature), without gradient."""
+    squares = torch.empty(len(logits))
+    with torch.no_grad():
+        for part in _pieces(logits):
+            squares[part] = torch.softmax(logits[part].float() / temperature[part, None], dim=-1).square().sum(-1)
+    return squares
+
+
 def token_logprobs(
     logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, *, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
