@@ -44,6 +44,7 @@ def whole() -> typer.Typer:
     """The command with all its parts; they are loaded here, so that one part can be imported without the others."""
     from a3r.bench.bench_cli import app as bench_app
     from a3r.check_cli import blueprint_app, goal_app, report_app, schema_app
+    from a3r.client.client_cli import app as client_app
     from a3r.models_cli import app as models_app
     from a3r.skills_cli import app as skills_app
 
@@ -53,6 +54,7 @@ def whole() -> typer.Typer:
         ("report", report_app),
         ("schema", schema_app),
         ("models", models_app),
+        ("client", client_app),
         ("bench", bench_app),
         ("skills", skills_app),
     ):

@@ -4,7 +4,7 @@
         await local.boot(batch_tasks=1, repeats=2)
         grant = await local.claim("task")
 
-Nothing here is imported by the product.
+Of the product only `rehearsal` imports it: a client's own tests.
 """
 
 from __future__ import annotations
