@@ -17,6 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from swarmtune.trainer import cpu_platform
+from swarmtune.trainer.adapter import named_adapter
 from swarmtune.trainer.worker import Sizes, named_weights, sizes
 
 
@@ -56,6 +57,12 @@ class RankWorker(TinkerTrainingWorker):
         """Begin to hand out the weights; an earlier handing out ends."""
         self.close_weights()
         self._weights = named_weights(self.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_adapter(self) -> None:
+        """Begin to hand out the adapter's tensors; an earlier handing out ends."""
+        self.close_weights()
+        self._weights = named_adapter(self.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def next_weights(self, most_bytes: int) -> list[tuple[str, Any]]:

@@ -82,7 +82,13 @@ class RayWorkers:
         return self._call("optimizer_step", [settings] * self.ranks)[0]["grad_norm"]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._call("open_weights")
+        return self._handed_out("open_weights")
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._handed_out("open_adapter")
+
+    def _handed_out(self, opening: str) -> Iterator[tuple[str, torch.Tensor]]:
+        self._call(opening)
         try:
             while piece := self._call("next_weights", [WEIGHTS_BYTES] * self.ranks)[0]:
                 for name, values in piece:

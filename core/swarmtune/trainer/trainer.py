@@ -23,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 
 from swarmtune.config import ConfigError, TrainConfig
 from swarmtune.trainer import checkpoint
+from swarmtune.trainer.adapter import write_adapter
 from swarmtune.trainer.advantages import check_estimator, episode_advantages
 from swarmtune.trainer.batch import MicroBatch, Row, build_rows, micro_batches, split_by_episode
 from swarmtune.trainer.losses import PolicyObjective, actor_config, check_loss
@@ -158,6 +159,17 @@ class Trainer:
         A tensor may be the live one: copy it before the next is taken and write to none.
         """
         yield from self._model.weights()
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the LoRA adapter alone into an existing folder, as PEFT and vLLM load it.
+
+        Raises:
+            OSError
+            RuntimeError: the model has no adapter.
+        """
+        if self._config.lora is None:
+            raise RuntimeError("the model has no adapter: configure lora")
+        write_adapter(folder, self._model.adapter(), self._config.lora, base=self._config.model)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint folder `path` (weights, optimizer, RNG, step): complete or absent, also after a crash.

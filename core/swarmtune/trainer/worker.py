@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from swarmtune.config import TrainConfig
 from swarmtune.trainer import cpu_platform
+from swarmtune.trainer.adapter import named_adapter
 
 WORLD_OF_ONE = {
     "RANK": "0",
@@ -112,6 +113,10 @@ class Workers(Protocol):
         """By Hugging Face name, fp32, adapters merged. A tensor may be the live one: copy it, write to none."""
         ...
 
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The LoRA adapter alone, by PEFT's names, fp32."""
+        ...
+
     def save_checkpoint(self, folder: Path, step: int) -> None: ...
 
     def load_checkpoint(self, folder: Path) -> None: ...
@@ -148,6 +153,9 @@ class InProcess:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_weights(self._worker.engine)
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_adapter(self._worker.engine.module)
 
     def save_checkpoint(self, folder: Path, step: int) -> None:
         self._worker.engine.save_checkpoint(str(folder), global_step=step)
