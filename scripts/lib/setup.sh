@@ -52,7 +52,7 @@ build_environment() {
   say "setting up .venv: about two minutes and 2 GB, once"
   # torch first and alone: pip then takes a CPU build where one is offered, and nothing later replaces it.
   "${pip[@]}" "$torch"
-  "${pip[@]}" --editable "$root[train,dev,frameworks]"
+  "${pip[@]}" --editable "$root[train,dev,frameworks,examples]"
 }
 
 # Bring up .venv; returns at once when it is current. A lock on scripts/ lets one process build and the others wait.
