@@ -161,9 +161,7 @@ class StoredRun:
         CheckpointError: no run is there, or its files cannot be read.
         """
         if not (folder / "journal.db").is_file():
-            raise CheckpointError(
-                f"{folder}: no run is there (no journal.db); name a run's folder, such as …/runs/0001"
-            )
+            raise CheckpointError(f"{folder}: no journal.db is there; name a run's folder, such as …/runs/0001")
         try:
             history = read_history(folder / "journal.db")
             return cls(folder, TrainConfig.from_dict(history.config), history)

@@ -4,8 +4,8 @@ Owns the records of evaluations. What always holds: an evaluation belongs to one
 it holds back only the step that would replace these weights, for a bounded time, and only while somebody works on it.
 No I/O, no HTTP; seconds come from the `clock`.
 
-Why a step waits instead of the evaluation keeping the old weights: no engine here holds two sets of weights at once, and
-a second copy would cost every server the memory of a model for the minutes in which somebody evaluates.
+Why a step waits instead of the evaluation keeping the old weights: no engine here holds two sets of weights at once,
+and a second copy would cost every server the memory of a model for the minutes in which somebody evaluates.
 """
 
 from __future__ import annotations

@@ -137,9 +137,9 @@ class ErrorBody(BaseModel):
 class StartRequest(_Wire):
     config: dict[str, Any]
     """A TrainConfig, nested or with dotted keys."""
-    from_step: int | None = Field(None, ge=0)
+    from_step: int | None = Field(default=None, ge=0)
     """Begin a new run at this checkpoint of an earlier one, which stays as it is."""
-    from_run: str | None = Field(None, min_length=1)
+    from_run: str | None = Field(default=None, min_length=1)
     """from_step: the earlier run, by name (`0001`) or folder on the server's machine; None is the last one."""
 
 
@@ -182,7 +182,7 @@ class ClaimRequest(_Wire):
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in
     the episode (0 for the first call). None leaves such calls unseeded."""
-    evaluation_id: str | None = Field(None, min_length=1, max_length=128)
+    evaluation_id: str | None = Field(default=None, min_length=1, max_length=128)
     """kind evaluate: the evaluation it is an episode of."""
     claim_id: str | None = Field(None, min_length=1, max_length=128)
     """Idempotency key: the same claim_id gets the same episode again."""
@@ -332,7 +332,7 @@ class CheckpointView(_Wire):
 class ExportRequest(_Wire):
     path: str = Field(min_length=1)
     """Absolute, on the server's machine; what is there already is not touched."""
-    step: int | None = Field(None, ge=0)
+    step: int | None = Field(default=None, ge=0)
     """A checkpoint's; None saves the current weights and takes those."""
     adapter: bool = False
     """The LoRA adapter by itself as a peft folder, instead of merged weights."""
@@ -357,14 +357,14 @@ class Spread(_Wire):
 class EvaluationRequest(_Wire):
     evaluation_id: str = Field(min_length=1, max_length=128)
     """Idempotency key."""
-    name: str = Field("evaluation", min_length=1, max_length=128)
-    weight_version: int | None = Field(None, ge=0)
+    name: str = Field(default="evaluation", min_length=1, max_length=128)
+    weight_version: int | None = Field(default=None, ge=0)
     """The weights to evaluate: the current ones (None), or later ones, whose claims wait until they are there."""
     tasks: int = Field(ge=1)
     k: int = Field(ge=1)
     """Episodes per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    hold_sync_s: float | None = Field(None, ge=0.0)
+    hold_sync_s: float | None = Field(default=None, ge=0.0)
     """Instead of evaluation.hold_sync_s."""
 
 
@@ -372,11 +372,11 @@ class EvaluationOutcome(_Wire):
     """What an evaluation found. `mean` and `pass_at` are over the episodes sampled by its weights alone."""
 
     episodes: int = Field(ge=0)
-    failed: int = Field(0, ge=0)
+    failed: int = Field(default=0, ge=0)
     """Episodes that raised."""
-    mixed: int = Field(0, ge=0)
+    mixed: int = Field(default=0, ge=0)
     """Episodes during which the weights changed; in no number."""
-    skipped: int = Field(0, ge=0)
+    skipped: int = Field(default=0, ge=0)
     """Episodes not run because the weights had been replaced."""
     mean: Spread | None = None
     pass_at: dict[int, Spread] = Field(default_factory=dict)

@@ -10,22 +10,23 @@ trained again. Knows nothing of HTTP and starts no process; the server drives it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
-import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
+from swarmtune import checkpoints as stored
 from swarmtune.backend import Backend, BackendInfo
 from swarmtune.clients import ClientRegistry
 from swarmtune.config import SamplingConfig, TrainConfig
@@ -37,12 +38,20 @@ from swarmtune.journal import (
     CheckpointRemoved,
     CheckpointSaved,
     EpisodesDropped,
+    EvaluationWritten,
     Journal,
     Recovery,
 )
+from swarmtune.lane import EvaluationLane
 from swarmtune.merger import ConservationViolated, MergeReport, check_conservation, merge
 from swarmtune.pool import Dropped, SamplePool
-from swarmtune.protocol import CheckpointView, StepRecord
+from swarmtune.protocol import (
+    CheckpointView,
+    EvaluationOutcome,
+    EvaluationRecord,
+    EvaluationRequest,
+    StepRecord,
+)
 from swarmtune.rendering.renderer import Renderer
 from swarmtune.tracker import Tracker
 from swarmtune.types import FinishedEpisode, Sample, SamplingParams, StepResult, TrainBatch
@@ -52,8 +61,6 @@ log = logging.getLogger(__name__)
 REMEMBERED_REPORTS = 500
 """Merge reports kept of episodes that are over."""
 
-_CHECKPOINT = re.compile(r"step-(\d{6,})\Z")
-
 
 @dataclass(slots=True)
 class StepTimes:
@@ -62,6 +69,8 @@ class StepTimes:
     rollout_s: float
     update_s: float
     step_s: float
+    held_s: float = 0.0
+    """Of the rollout: waited for an evaluation of the weights that were to be replaced."""
 
 
 @dataclass(slots=True)
@@ -141,7 +150,10 @@ class Run:
         self.journal = journal
         batching = config.batching
         self.clients = ClientRegistry(batching, config.batch_tasks, time.monotonic)
-        self.book = EpisodeBook(time.monotonic, max_open=batching.max_open_episodes)
+        self.book = EpisodeBook(
+            time.monotonic, max_open=batching.max_open_episodes, evaluation_slots=config.evaluation.slots
+        )
+        self.lane = EvaluationLane(config.evaluation, time.monotonic)
         self.pool = SamplePool(
             batching,
             batch_tasks=config.batch_tasks,
@@ -157,6 +169,10 @@ class Run:
         """Episode id → its merge without the rows, and its turns, of the last episodes that ended."""
         self.records: list[StepRecord] = []
         self.checkpoints: list[CheckpointView] = []
+        self.origin: dict[str, Any] | None = None
+        """{"run", "step"} this run was branched from."""
+        self._pinned: Counter[int] = Counter()
+        """Steps whose checkpoints somebody reads."""
         self.unsaved: list[TrainBatch] = []
         """Batches since the last checkpoint, in order: what a backend that was lost must train again."""
         self.merge_counts: dict[str, dict[str, float]] = {}
@@ -171,8 +187,8 @@ class Run:
     # -- opening and closing
 
     @classmethod
-    def create(cls, runs: Path, config: TrainConfig) -> Self:
-        """A new run in the next free folder under `runs`.
+    def create(cls, runs: Path, config: TrainConfig, *, branch: stored.Branch | None = None) -> Self:
+        """A new run in the next free folder under `runs`, beginning where `branch` does.
 
         Raises:
             JournalError, OSError: no space, or not writable.
@@ -184,6 +200,8 @@ class Run:
         try:
             folder.mkdir(parents=True)
             journal = Journal.create(folder / "journal.db", config=resolved)
+            if branch is not None:
+                branch.copy_into(folder, journal)
             # Last: a folder without it was cut short while it was made, and is no run.
             (folder / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
         except BaseException:
@@ -191,7 +209,10 @@ class Run:
                 journal.close()
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls(folder, config, journal)
+        if branch is None:
+            return cls(folder, config, journal)
+        journal.close()
+        return cls.resume(folder)
 
     @classmethod
     def resume(cls, folder: Path) -> Self:
@@ -203,7 +224,8 @@ class Run:
         """
         journal = Journal.open(folder / "journal.db")
         try:
-            on_disk = find_checkpoints(folder)
+            stored.sweep(folder)
+            on_disk = stored.find(folder)
             recovery = journal.recover(checkpoint_step=max(on_disk, default=0))
             run = cls(folder, TrainConfig.from_dict(recovery.config), journal)
             run._restore(recovery, on_disk)
@@ -228,7 +250,9 @@ class Run:
             self.pool.add(finished)
         self.records = list(recovery.steps)
         known = {view.step: view for view in recovery.checkpoints}
-        self.checkpoints = [known.get(step) or describe_checkpoint(step, on_disk[step]) for step in sorted(on_disk)]
+        self.checkpoints = [known.get(step) or stored.describe(step, path) for step, path in on_disk.items()]
+        self.lane.restore(recovery.evaluations)
+        self.origin = recovery.meta.get(stored.ORIGIN_KEY)
         self.unsaved = list(recovery.batches)
         self.last_seq = recovery.last_seq
         self.step = self.weight_version = recovery.step
@@ -324,6 +348,7 @@ class Run:
         self.tally = Tally()
         for episode in batch.episodes:
             self.merge_counts.pop(episode.episode_id, None)
+        self.lane.reached(self.weight_version)
         await self._drop_stale()
         append_line(self.folder / "metrics.jsonl", {"step": record.step, **record.metrics})
         return record
@@ -347,6 +372,31 @@ class Run:
             self.tally.dropped[reason] += len(ids)
         if by_reason:
             await self.journal.write(*(EpisodesDropped(tuple(ids), reason) for reason, ids in by_reason.items()))
+
+    # -- evaluations
+
+    async def begin_evaluation(self, request: EvaluationRequest) -> EvaluationRecord:
+        """Raises:
+        LaneError, JournalError
+        """
+        record = self.lane.prepare(request, weight_version=self.weight_version)
+        await self.journal.write(EvaluationWritten(record))
+        self.lane.put(record)
+        return record
+
+    async def finish_evaluation(self, evaluation_id: str, outcome: EvaluationOutcome) -> EvaluationRecord:
+        """Raises:
+        LaneError, JournalError: it is as it was before.
+        """
+        record = self.lane.outcome(evaluation_id, outcome)
+        await self.journal.write(EvaluationWritten(record))
+        self.lane.put(record)
+        return record
+
+    @property
+    def hold_s(self) -> float:
+        """How long the next step is to wait for the evaluation of the present weights; 0.0 when for none."""
+        return self.lane.hold_s(self.weight_version, self.book.open_episodes())
 
     # -- checkpoints
 
@@ -372,22 +422,41 @@ class Run:
         Raises:
             OSError, JournalError: nothing is lost; the previous checkpoint is intact.
         """
-        path = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        path = stored.folder_of(self.folder, self.step)
         await backend.save(path)
-        view = await asyncio.to_thread(describe_checkpoint, self.step, path)
+        view = await asyncio.to_thread(stored.describe, self.step, path)
         await self.journal.write(CheckpointSaved(view))
         self.checkpoints = [c for c in self.checkpoints if c.step != view.step] + [view]
         self.unsaved = [batch for batch in self.unsaved if batch.step > view.step]
         await self._remove_old()
         return view
 
+    def judged_checkpoints(self) -> list[CheckpointView]:
+        """The checkpoints, in order of step, with what each is kept for."""
+        return stored.judged(self.checkpoints, self.config.checkpoint, self.records, self.lane.records())
+
+    @contextlib.contextmanager
+    def pinned(self, step: int) -> Iterator[None]:
+        """Keep the checkpoint of a step for the length of a block."""
+        self._pinned[step] += 1
+        try:
+            yield
+        finally:
+            self._pinned[step] -= 1
+
     async def _remove_old(self) -> None:
-        keep = self.config.checkpoint.keep_last
-        old, self.checkpoints = self.checkpoints[:-keep], self.checkpoints[-keep:]
+        """Beyond keep_last and keep_best, but for what is being read or evaluated."""
+        used = self.lane.versions_in_use(self.book.open_episodes()) | set(+self._pinned)
+        old = [v for v in self.judged_checkpoints() if not v.kept and v.step not in used]
         for view in old:
-            await asyncio.to_thread(shutil.rmtree, view.path, ignore_errors=True)
+            try:
+                await asyncio.to_thread(stored.remove, Path(view.path))
+            except OSError as error:
+                log.warning("old checkpoint not removed", extra={"path": view.path, "reason": str(error)})
+        gone = {view.step for view in old}
+        self.checkpoints = [v for v in self.checkpoints if v.step not in gone]
         if old:
-            await self.journal.write(*(CheckpointRemoved(view.step) for view in old))
+            await self.journal.write(*(CheckpointRemoved(step) for step in gone))
 
 
 # -- numbers
@@ -432,6 +501,8 @@ def step_metrics(
         "timing/update_s": times.update_s,
         "timing/step_s": times.step_s,
     }
+    if times.held_s:
+        metrics["timing/evaluation_hold_s"] = times.held_s
     metrics |= {f"rejected/{code}": count for code, count in tally.rejected.items()}
     metrics |= {f"dropped/{reason}": count for reason, count in tally.dropped.items()}
     merged: Counter[str] = Counter()
@@ -457,20 +528,6 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
 
 
 # -- files
-
-
-def find_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step → complete checkpoint. A backend writes them atomically, so each that has its name is complete."""
-    found = {}
-    for path in (folder / "checkpoints").glob("step-*"):
-        if match := _CHECKPOINT.match(path.name):
-            found[int(match[1])] = path
-    return found
-
-
-def describe_checkpoint(step: int, path: Path) -> CheckpointView:
-    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-    return CheckpointView(step=step, path=str(path), at=path.stat().st_mtime, bytes=size)
 
 
 def append_line(path: Path, payload: dict) -> None:

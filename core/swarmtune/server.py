@@ -25,10 +25,12 @@ from pydantic import ValidationError
 
 import swarmtune
 from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed
+from swarmtune.checkpoints import Branch, CheckpointError, StoredRun
 from swarmtune.config import BASELINE_METRIC, ConfigError, SamplingConfig, TrainConfig, explain
 from swarmtune.engines.scripted import ScriptedBackend
 from swarmtune.episodes import Episode, EpisodeError
 from swarmtune.events import EventLog
+from swarmtune.export_process import ExportFailed, export_apart
 from swarmtune.gateway.control import ControlRefused
 from swarmtune.journal import (
     ClientRegistered,
@@ -52,6 +54,11 @@ from swarmtune.protocol import (
     EngineState,
     EpisodeGrant,
     EpisodeView,
+    EvaluationOutcome,
+    EvaluationRecord,
+    EvaluationRequest,
+    ExportRequest,
+    ExportView,
     IllegalTransition,
     PoolView,
     RegisterRequest,
@@ -103,15 +110,19 @@ class SwarmServer:
         data_dir: Path,
         *,
         fresh: bool = False,
+        from_step: int | None = None,
+        from_run: str | None = None,
         backends: Mapping[str, Callable[[], Backend]] = BACKENDS,
     ) -> None:
-        """`fresh`: leave earlier runs in `data_dir` alone instead of going on with the last one."""
+        """`fresh`: leave earlier runs in `data_dir` alone instead of going on with the last one. `from_step`: begin a
+        new run at that checkpoint of `from_run` (a name, or a folder; the last one in `data_dir` where None)."""
         self.server_id = secrets.token_hex(6)
         self.events = EventLog()
         self.closing = asyncio.Event()
         """Set once: the process is to end."""
         self._data_dir = data_dir
         self._fresh = fresh
+        self._from_step, self._from_run = from_step, from_run
         self._backends = backends
         self._started_at = time.monotonic()
         self._state = EngineState.OFFLINE
@@ -134,13 +145,18 @@ class SwarmServer:
     # -- the server's life
 
     async def open(self) -> None:
-        """Go on with the training that was live when the last process ended, if there was one.
+        """Go on with the training that was live when the last process ended, if there was one; or branch off a run.
 
         Raises:
             OSError: the data folder is not writable.
+            CheckpointError: there is no such run or checkpoint to begin at.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         self._ticker = asyncio.create_task(self._tick())
+        if self._from_step is not None:
+            async with self._lifecycle:
+                await self._launch(await asyncio.to_thread(self._branch, None, self._from_step, self._from_run))
+            return
         folder = None if self._fresh else self._remembered_run()
         if folder is None:
             return
@@ -170,8 +186,10 @@ class SwarmServer:
 
     # -- start and stop
 
-    async def start(self, raw: Mapping[str, Any]) -> ServerStatus:
-        """Wake the server with a configuration; the one that is running joins.
+    async def start(
+        self, raw: Mapping[str, Any], *, from_step: int | None = None, from_run: str | None = None
+    ) -> ServerStatus:
+        """Wake the server with a configuration; the one that is running joins. See StartRequest for `from_step`.
 
         Raises:
             ConfigError: it cannot be used.
@@ -183,6 +201,7 @@ class SwarmServer:
         async with self._lifecycle:
             if self._state in _LIVE and self._run is not None:
                 self._join(self._run, config)
+                _check_origin(self._run, from_step)
                 return self.status()
             check_model_name(config.model)
             if config.engine.kind not in self._backends:
@@ -190,7 +209,13 @@ class SwarmServer:
                 raise ConfigError(f"engine.kind: this server has no engine {config.engine.kind!r}; it has {known}")
             await self._retire()
             try:
-                await self._launch(await asyncio.to_thread(self._open_run, config))
+                if from_step is not None:
+                    run = await asyncio.to_thread(self._branch, config, from_step, from_run)
+                else:
+                    run = await asyncio.to_thread(self._open_run, config)
+                await self._launch(run)
+            except CheckpointError as error:
+                raise ControlRefused(Code.NOT_FOUND, str(error)) from error
             except OSError as error:
                 raise _unusable_folder(self._data_dir, error) from error
             self._fresh = False
@@ -221,6 +246,24 @@ class SwarmServer:
             if stored is not None and not stored.differences(config):
                 return self._resume(folders[-1])
         return Run.create(runs, config)
+
+    def _branch(self, config: TrainConfig | None, step: int, name: str | None) -> Run:
+        """A new run that begins at a step of an earlier one, with its configuration where none is given.
+
+        Raises:
+            CheckpointError, JournalError, OSError
+        """
+        runs = self._data_dir / "runs"
+        if name is None:
+            folders = sorted(p for p in runs.glob("[0-9]*") if p.is_dir()) if runs.exists() else []
+            if not folders:
+                raise CheckpointError(f"{runs}: there is no run to begin at step {step} of; name one with from_run")
+            source = folders[-1]
+        else:
+            source = runs / name if (runs / name / "journal.db").is_file() else Path(name)
+        if config is None:
+            config = StoredRun.read(source).config
+        return Run.create(runs, config, branch=Branch.of(source, step))
 
     def _resume(self, folder: Path) -> Run:
         try:
@@ -399,10 +442,11 @@ class SwarmServer:
             since = time.monotonic()
             await self._until(lambda: not run.is_finished and run.pool.ready(run.next_step))
             await self._drain(run)
+            held_s = await self._hold(run)
             if not run.pool.ready(run.next_step):  # a client joined meanwhile and has not agreed
                 self._move(EngineState.ROLLING)
                 continue
-            await self._update(run, backend, since)
+            await self._update(run, backend, since, held_s)
             self._move(EngineState.ROLLING)
 
     async def _drain(self, run: Run) -> None:
@@ -419,7 +463,13 @@ class SwarmServer:
                     expired.append(run.book.expire(episode.episode_id, "still running at the drain deadline"))
         await self._note_expired(run, expired)
 
-    async def _update(self, run: Run, backend: Backend, since: float) -> None:
+    async def _hold(self, run: Run) -> float:
+        """Let whoever evaluates the present weights finish, within bounds; seconds waited."""
+        began = time.monotonic()
+        await self._until(lambda: time.monotonic() - began >= run.hold_s)
+        return time.monotonic() - began
+
+    async def _update(self, run: Run, backend: Backend, since: float, held_s: float) -> None:
         """One step: plan it in the journal, train, record.
 
         Raises:
@@ -431,7 +481,8 @@ class SwarmServer:
         started = time.monotonic()
         result = await backend.train(batch)
         now = time.monotonic()
-        await self._finish_step(run, backend, batch, result, StepTimes(started - since, now - started, now - since))
+        times = StepTimes(started - since, now - started, now - since, held_s)
+        await self._finish_step(run, backend, batch, result, times)
 
     async def _finish_step(self, run: Run, backend: Backend, batch: TrainBatch, result: Any, times: StepTimes) -> None:
         record = await run.record(batch, result, times)
@@ -604,8 +655,12 @@ class SwarmServer:
             ControlRefused, EpisodeError, ClientError, JournalError
         """
         sampling = self._checked_overrides(request)
+        if request.evaluation_id is not None and request.kind != "evaluate":
+            raise ControlRefused(Code.BAD_REQUEST, "evaluation_id: only for episodes of kind evaluate")
         deadline = time.monotonic() + request.wait_s
         while True:
+            if self._run is not None:
+                self._run.lane.seen(request.evaluation_id)
             refusal = self._why_no_claim(request)
             if refusal is None:
                 return await self._grant_or_note(request, sampling, origin)
@@ -625,22 +680,45 @@ class SwarmServer:
         if run.book.claimed_by(request.claim_id) is not None:
             return None
         if request.kind == "evaluate":
-            if self._state in _SERVING:
-                return None
-        elif run.is_finished:
+            return self._why_no_evaluation(run, request)
+        if run.is_finished:
             return ControlRefused(
                 Code.FINISHED,
                 f"the training is finished: max_steps {run.config.max_steps} is reached",
                 details={"step": run.step},
             )
-        elif self._state is EngineState.ROLLING:
+        if self._state is EngineState.ROLLING:
             wait = run.pool.may_claim(request.task_id, request.client)
             return wait and ControlRefused(wait.code, wait.message, retry_after_s=wait.retry_after_s)
+        return self._not_rolling()
+
+    def _not_rolling(self) -> ControlRefused:
         return ControlRefused(
             Code.NOT_ROLLING,
             f"no episode can be claimed in state {self._state}; ask again, or send wait_s to wait here",
             retry_after_s=RETRY_AFTER_S,
         )
+
+    def _why_no_evaluation(self, run: Run, request: ClaimRequest) -> ControlRefused | None:
+        """An evaluation episode begins under the weights it is to judge, and in a place of its own.
+
+        Raises:
+            LaneError: unknown_evaluation
+        """
+        evaluation = run.lane.get(request.evaluation_id) if request.evaluation_id is not None else None
+        if evaluation is not None and (refusal := _why_not_these_weights(run, evaluation)) is not None:
+            return refusal
+        # A step that begins waits for episodes of an evaluation: those still to come must get in.
+        held = evaluation is not None and self._state is EngineState.ROLLING_POST
+        if self._state is not EngineState.ROLLING and not held:
+            return self._not_rolling()
+        if run.book.places_left("evaluate") < 1:
+            return ControlRefused(
+                Code.TOO_MANY_EPISODES,
+                "every place for evaluation episodes is taken (evaluation.slots); ask again, or send wait_s",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return None
 
     def _checked_overrides(self, request: ClaimRequest) -> dict[str, Any]:
         """The episode's own sampling: overrides that SamplingConfig takes, and the seed."""
@@ -686,6 +764,7 @@ class SwarmServer:
             weight_version=run.weight_version,
             step=run.next_step,
             sampling=sampling,
+            evaluation_id=request.evaluation_id,
         )
         run.clients.seen(request.client)
         if known is not None:
@@ -740,6 +819,7 @@ class SwarmServer:
                 run.merge_counts[episode_id] = merge_numbers(merged.report)
                 await run.note_dropped(run.pool.add(finished).dropped)
         run.clients.seen(episode.client)
+        run.lane.seen(episode.evaluation_id)
         self._tell_ended(run, episode, begun.reward, result)
         return result
 
@@ -748,7 +828,12 @@ class SwarmServer:
     ) -> tuple[FinishedEpisode | None, EndResult]:
         """What becomes of an episode: the samples to keep, and the answer to its client."""
         tokens = sum(sum(s.loss_mask) for s in merged.samples)
-        told = {"episode_id": episode.episode_id, "samples": len(merged.samples), "sampled_tokens": tokens}
+        told = {
+            "episode_id": episode.episode_id,
+            "samples": len(merged.samples),
+            "sampled_tokens": tokens,
+            "weight_versions": sorted(run.session(episode).versions),
+        }
         if episode.kind == "evaluate":
             return None, EndResult(outcome="evaluated", **told)
         if merged.problem is not None:
@@ -883,7 +968,7 @@ class SwarmServer:
         return found()
 
     def checkpoints(self) -> list[CheckpointView]:
-        return list(self._run.checkpoints) if self._run else []
+        return self._run.judged_checkpoints() if self._run else []
 
     async def save_checkpoint(self) -> CheckpointView:
         """Raises:
@@ -901,6 +986,65 @@ class SwarmServer:
         if view is None:
             raise ControlRefused(Code.NO_SPACE, "the checkpoint could not be saved; the event log has the reason")
         return view
+
+    async def export(self, request: ExportRequest) -> ExportView:
+        """Weights of a checkpoint as a Hugging Face folder; the training goes on meanwhile.
+
+        Raises:
+            ControlRefused: no such checkpoint, none can be saved now, or it cannot be written as asked.
+        """
+        run = self.live_run()
+        view = await self.save_checkpoint() if request.step is None else self._checkpoint_of(run, request.step)
+        with run.pinned(view.step):
+            try:
+                exported = await export_apart(Path(view.path), request)
+            except ExportFailed as error:
+                raise ControlRefused(error.code, str(error)) from error
+        self.events.emit("export", **exported.model_dump())
+        return exported
+
+    def _checkpoint_of(self, run: Run, step: int) -> CheckpointView:
+        for view in run.checkpoints:
+            if view.step == step:
+                return view
+        there = ", ".join(str(v.step) for v in run.checkpoints) or "none"
+        raise ControlRefused(Code.NOT_FOUND, f"no checkpoint of step {step}; there are: {there}")
+
+    # -- what the gateway asks: evaluations
+
+    async def begin_evaluation(self, request: EvaluationRequest) -> EvaluationRecord:
+        """Raises:
+        ControlRefused, LaneError, JournalError
+        """
+        return await self.live_run().begin_evaluation(request)
+
+    async def finish_evaluation(self, evaluation_id: str, outcome: EvaluationOutcome) -> EvaluationRecord:
+        """Raises:
+        ControlRefused, LaneError, JournalError
+        """
+        record = await self.live_run().finish_evaluation(evaluation_id, outcome)
+        mean = record.mean.value if record.mean is not None else None
+        self.events.emit(
+            "evaluation",
+            name=record.name,
+            weight_version=record.weight_version,
+            mean=mean,
+            episodes=record.episodes,
+            mixed=record.mixed,
+            skipped=record.skipped,
+            failed=record.failed,
+        )
+        self._wake()
+        return record
+
+    def evaluation(self, evaluation_id: str) -> EvaluationRecord:
+        """Raises:
+        ControlRefused, LaneError
+        """
+        return self.live_run().lane.get(evaluation_id)
+
+    def evaluations(self, name: str | None = None) -> list[EvaluationRecord]:
+        return self._run.lane.records(name) if self._run is not None else []
 
     def merge_report(self, episode_id: str) -> dict[str, Any]:
         """How the calls of an open episode would merge now."""
@@ -944,6 +1088,37 @@ class SwarmServer:
             log.warning("training.json is damaged; going on with the last run", extra={"run": name})
         folder = runs / str(name) if name else None
         return folder if folder is not None and (folder / "journal.db").is_file() else None
+
+
+def _check_origin(run: Run, from_step: int | None) -> None:
+    """Raises:
+    ControlRefused: the live run does not begin at that step of another one.
+    """
+    if from_step is not None and (run.origin is None or run.origin["step"] != from_step):
+        raise ControlRefused(
+            Code.CONFIG_CONFLICT,
+            f"a training is live at step {run.step}; stop it first to begin again at step {from_step}",
+            details={"differences": {"from_step": [run.origin and run.origin["step"], from_step]}},
+        )
+
+
+def _why_not_these_weights(run: Run, evaluation: EvaluationRecord) -> ControlRefused | None:
+    wanted = evaluation.weight_version
+    if wanted < run.weight_version:
+        return ControlRefused(
+            Code.VERSION_PASSED,
+            f"evaluation {evaluation.name!r} is of the weights of step {wanted}, which were replaced by those of step "
+            f"{run.weight_version}; allow a longer hold_sync_s, or evaluate less at a time",
+        )
+    if wanted == run.weight_version:
+        return None
+    if run.is_finished:
+        return ControlRefused(
+            Code.FINISHED, f"the weights of step {wanted} will not come: the training ended at step {run.step}"
+        )
+    return ControlRefused(
+        Code.NOT_ROLLING, f"the weights of step {wanted} are not there yet", retry_after_s=RETRY_AFTER_S
+    )
 
 
 def _check_metrics(config: TrainConfig, metrics: Mapping[str, float]) -> None:

@@ -24,6 +24,7 @@ from swarmtune.episodes import EpisodeError
 from swarmtune.gateway.auth import Capability, Forbidden, Keyring, Unauthorized
 from swarmtune.gateway.sse import KEEP_ALIVE, open_stream
 from swarmtune.journal import JournalError
+from swarmtune.lane import LaneError
 from swarmtune.protocol import (
     AbortRequest,
     AgreeRequest,
@@ -31,7 +32,10 @@ from swarmtune.protocol import (
     Code,
     EndRequest,
     ErrorBody,
+    EvaluationOutcome,
+    EvaluationRequest,
     Event,
+    ExportRequest,
     RegisterRequest,
     StartRequest,
 )
@@ -58,6 +62,8 @@ STATUS: dict[Code, int] = {
     Code.NOT_FOUND: 404,
     Code.UNKNOWN_EPISODE: 404,
     Code.UNKNOWN_CLIENT: 404,
+    Code.UNKNOWN_EVALUATION: 404,
+    Code.VERSION_PASSED: 409,
     Code.CONFIG_CONFLICT: 409,
     Code.NOT_STARTED: 409,
     Code.END_CONFLICT: 409,
@@ -97,7 +103,7 @@ def refusal_of(error: Exception) -> ErrorBody | None:
             return error.body
         case EpisodeError():
             return ErrorBody(code=error.code, message=str(error), retry_after_s=error.retry_after_s)
-        case ClientError():
+        case ClientError() | LaneError():
             return ErrorBody(code=error.code, message=str(error))
         case JournalError():
             return ErrorBody(code=error.code, message=str(error), retry_after_s=10.0)
@@ -231,6 +237,11 @@ class ControlRoutes:
             ("GET", "/v1/clients", self.clients, observe),
             ("GET", "/v1/checkpoints", self.checkpoints, observe),
             ("POST", "/v1/checkpoints", self.save_checkpoint, control),
+            ("POST", "/v1/export", self.export, control),
+            ("GET", "/v1/evaluations", self.evaluations, looks),
+            ("POST", "/v1/evaluations", self.begin_evaluation, (Capability.EVALUATE,)),
+            ("GET", "/v1/evaluations/{id}", self.evaluation, looks),
+            ("POST", "/v1/evaluations/{id}/finish", self.finish_evaluation, (Capability.EVALUATE,)),
             ("POST", "/v1/start", self.start, control),
             ("POST", "/v1/stop", self.stop, control),
             ("POST", "/v1/shutdown", self.shutdown, control),
@@ -284,7 +295,10 @@ class ControlRoutes:
 
     async def start(self, request: web.Request) -> web.Response:
         body = await read_model(request, StartRequest)
-        return json_response(await to_the_end(self._server.start(body.config)))
+        if body.from_run is not None and body.from_step is None:
+            raise ControlRefused(Code.BAD_REQUEST, "from_run: needs from_step, the checkpoint to begin at")
+        starting = self._server.start(body.config, from_step=body.from_step, from_run=body.from_run)
+        return json_response(await to_the_end(starting))
 
     async def stop(self, request: web.Request) -> web.Response:
         return json_response(await to_the_end(self._server.stop()))
@@ -303,6 +317,28 @@ class ControlRoutes:
 
     async def save_checkpoint(self, request: web.Request) -> web.Response:
         return json_response(await to_the_end(self._server.save_checkpoint()))
+
+    async def export(self, request: web.Request) -> web.Response:
+        body = await read_model(request, ExportRequest)
+        if not body.path.startswith("/"):
+            raise ControlRefused(Code.BAD_REQUEST, "path: must be absolute; it is a folder on the server's machine")
+        return json_response(await to_the_end(self._server.export(body)))
+
+    # -- evaluations
+
+    async def evaluations(self, request: web.Request) -> web.Response:
+        return json_response(self._server.evaluations(request.query.get("name")))
+
+    async def begin_evaluation(self, request: web.Request) -> web.Response:
+        body = await read_model(request, EvaluationRequest)
+        return json_response(await to_the_end(self._server.begin_evaluation(body)))
+
+    async def evaluation(self, request: web.Request) -> web.Response:
+        return json_response(self._server.evaluation(request.match_info["id"]))
+
+    async def finish_evaluation(self, request: web.Request) -> web.Response:
+        body = await read_model(request, EvaluationOutcome)
+        return json_response(await to_the_end(self._server.finish_evaluation(request.match_info["id"], body)))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events; with `Accept: application/json` the events so far as a list."""
