@@ -304,11 +304,15 @@ def _key_problems(quoted: str) -> Iterator[tuple[str, str]]:
     keys, sections = _config_keys()
     said = [quoted] if _KEY.fullmatch(quoted) else re.findall(r"--set\s+['\"]?([a-z_]+(?:\.[a-z_]+)+)=", quoted)
     for key in said:
-        if key.split(".")[0] in sections and key not in keys:
+        is_file = key.rsplit(".", 1)[-1] in _SUFFIXES
+        if key.split(".")[0] in sections and key not in keys and not is_file:
             near = difflib.get_close_matches(key, keys, 1) or [
                 k for k in sorted(keys) if k.startswith(key.split(".")[0])
             ]
             yield f"{key} is no configuration key", f"known: {', '.join(near)}"
+
+
+_SUFFIXES = frozenset({"log", "json", "jsonl", "md", "yaml", "py"})
 
 
 @cache
