@@ -33,7 +33,7 @@ def make_config(folder: Path, dtype: str = "fp32") -> TrainConfig:
 @pytest_asyncio.fixture
 async def engine(long_folder) -> AsyncIterator[HFEngine]:
     with ThreadPoolExecutor(1) as torch_thread:
-        engine = HFEngine.load(make_config(long_folder), long_folder, torch_thread)
+        engine = HFEngine.load(make_config(long_folder), long_folder, torch_thread, work_dir=long_folder)
         yield engine
         await engine.close()
 
@@ -52,7 +52,7 @@ async def test_after_a_sync_engine_and_trainer_have_the_same_weights(model_folde
 
     config = make_config(model_folder, dtype)
     with ThreadPoolExecutor(1) as torch_thread:
-        engine = HFEngine.load(config, model_folder, torch_thread)
+        engine = HFEngine.load(config, model_folder, torch_thread, work_dir=model_folder)
         trainer = Trainer(config, model_folder, work_dir=tmp_path)
         trainer.start()
         before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}

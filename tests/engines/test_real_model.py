@@ -41,7 +41,7 @@ def answers(folder, prompts):
     """(tokens, logprobs) per prompt: three at once, the last joins when the first has spoken."""
     config = TrainConfig.from_dict({"model": "smollm2-135m", "trainer.dtype": "fp32"})
     with ThreadPoolExecutor(1) as torch_thread:
-        batch = HFEngine.load(config, folder, torch_thread)._batch
+        batch = HFEngine.load(config, folder, torch_thread, work_dir=folder)._batch
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     said: dict[str, tuple[list[int], list[float]]] = {str(i): ([], []) for i in range(len(prompts))}
     for i, prompt in enumerate(prompts[:-1]):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 NamedTensors = Callable[[], "Iterable[tuple[str, torch.Tensor]]"]
 """Yields every weight by its Hugging Face name; called, and consumed, on the torch thread."""
 
+SaveAdapter = Callable[[Path], None]
+"""Writes the LoRA adapter as PEFT's files into an existing folder; called on the torch thread."""
+
 
 class Engine(Protocol):
     """Every method is called on the event loop; heavy work belongs on `torch_thread`."""
@@ -28,8 +31,13 @@ class Engine(Protocol):
     context_length: int
     """Tokens of prompt plus answer that fit: the configured length, at most what the model was made for."""
 
-    constrains: bool
-    """Whether `SamplingParams.grammar` is obeyed; otherwise a request with one is refused."""
+    takes_adapter: bool
+    """Whether weights come as a LoRA adapter alone, by `load_adapter` instead of `load_weights`."""
+
+    @property
+    def constrains(self) -> bool:
+        """Whether `SamplingParams.grammar` is obeyed; otherwise a request with one is refused."""
+        ...
 
     @property
     def weight_version(self) -> int:
@@ -37,8 +45,12 @@ class Engine(Protocol):
         ...
 
     @classmethod
-    def load(cls, config: TrainConfig, model_path: Path, torch_thread: ThreadPoolExecutor) -> Self:
-        """Read the model of a Hugging Face folder. Blocks; called on the torch thread."""
+    def load(cls, config: TrainConfig, model_path: Path, torch_thread: ThreadPoolExecutor, *, work_dir: Path) -> Self:
+        """Read the model of a Hugging Face folder. Blocks; called on the torch thread.
+
+        Args:
+            work_dir: an existing folder for what the engine writes.
+        """
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
@@ -59,6 +71,14 @@ class Engine(Protocol):
 
         Raises:
             ValueError: a name or shape that does not fit, or a weight left out; the engine must not be used any more.
+        """
+        ...
+
+    async def load_adapter(self, save: SaveAdapter, *, version: int) -> None:
+        """The same for an engine that takes adapters: the base model's weights stay as they are.
+
+        Raises:
+            ValueError: the adapter does not fit; the engine must not be used any more.
         """
         ...
 

@@ -22,9 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from swarmtune.backend import GenerateFailed
 from swarmtune.config import TrainConfig
+from swarmtune.engines.answers import Decode
 from swarmtune.engines.constraint import Grammars, can_constrain
-from swarmtune.engines.engine import NamedTensors
-from swarmtune.engines.rolling import ATTENTION, Decode, Emission, RollingBatch
+from swarmtune.engines.engine import NamedTensors, SaveAdapter
+from swarmtune.engines.rolling import ATTENTION, Emission, RollingBatch
 from swarmtune.types import GenerateChunk, GenerateRequest
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class HFEngine:
     def __init__(self, batch: RollingBatch, torch_thread: ThreadPoolExecutor) -> None:
         self.context_length = batch.context_length
         self.constrains = batch.constrains
+        self.takes_adapter = False
         self._batch = batch
         self._torch_thread = torch_thread
         self._streams: dict[str, asyncio.Queue[GenerateChunk | Exception]] = {}
@@ -55,7 +57,7 @@ class HFEngine:
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    def load(cls, config: TrainConfig, model_path: Path, torch_thread: ThreadPoolExecutor) -> Self:
+    def load(cls, config: TrainConfig, model_path: Path, torch_thread: ThreadPoolExecutor, *, work_dir: Path) -> Self:
         wanted = config.engine.context_length
         model = load_model(model_path, DTYPES[config.trainer.dtype], context_length=wanted)
         tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
@@ -116,6 +118,9 @@ class HFEngine:
 
     async def load_weights(self, tensors: NamedTensors, *, version: int) -> None:
         await self._on_torch_thread(lambda: self._batch.take_weights(tensors(), version))
+
+    async def load_adapter(self, save: SaveAdapter, *, version: int) -> None:
+        raise ValueError("the embedded engine takes all weights, with the adapter merged; call load_weights")
 
     async def resume(self) -> None:
         self._paused = False

@@ -50,7 +50,13 @@ def _hf_engine() -> type[Engine]:
     return HFEngine
 
 
-ENGINES: dict[str, Callable[[], type[Engine]]] = {"hf": _hf_engine}
+def _vllm_engine() -> type[Engine]:
+    from swarmtune.engines.vllm import VllmEngine
+
+    return VllmEngine
+
+
+ENGINES: dict[str, Callable[[], type[Engine]]] = {"hf": _hf_engine, "vllm": _vllm_engine}
 
 
 class EngineHost:
@@ -137,7 +143,9 @@ class EngineHost:
             self._engine, self._trainer, step = await self._on_torch_thread(
                 lambda: self._load(config, Path(frame["model_path"]), Path(frame["work_dir"]), resume)
             )
-            await self._engine.load_weights(self._trainer.weights, version=step)
+            await self._hand_over(self._engine, self._trainer, step)
+        except StartFailed:
+            raise
         except Exception as error:
             log.exception("start failed")
             raise StartFailed(describe(error)) from error
@@ -160,7 +168,7 @@ class EngineHost:
         if config.engine.threads is not None:
             torch.set_num_threads(config.engine.threads)
         trainer = Trainer(config, model_path, work_dir=work_dir)
-        engine = ENGINES[config.engine.kind]().load(config, model_path, self._torch_thread)
+        engine = ENGINES[config.engine.kind]().load(config, model_path, self._torch_thread, work_dir=work_dir)
         return engine, trainer, trainer.start(resume)
 
     async def _train(self, frame: Frame) -> Frame:
@@ -198,11 +206,20 @@ class EngineHost:
     async def _hand_over_weights(self, engine: Engine, trainer: Trainer, version: int) -> None:
         """Give the engine the trainer's weights, all of them, or end the process."""
         try:
-            await engine.load_weights(trainer.weights, version=version)
+            await self._hand_over(engine, trainer, version)
         except Exception:
             log.exception("the engine could not take the new weights; ending, so that the last checkpoint is loaded")
             leave(1)
             raise
+
+    async def _hand_over(self, engine: Engine, trainer: Trainer, version: int) -> None:
+        """Raises:
+        ValueError: they do not fit.
+        """
+        if engine.takes_adapter:
+            await engine.load_adapter(trainer.save_adapter, version=version)
+        else:
+            await engine.load_weights(trainer.weights, version=version)
 
     async def _track(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
         try:

@@ -15,7 +15,7 @@ import math
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from swarmtune.backend import ContextOverflow, RequestRefused
+from swarmtune.backend import RequestRefused
+from swarmtune.engines.answers import Decode, check_request, find_stop, stop_bytes
 from swarmtune.engines.constraint import Constraint, Grammars
 from swarmtune.engines.kv_cache import BLOCK, Columns, PrefixStore, RowCache, TokenArray, WritePlan, common_prefix
 from swarmtune.engines.sampler import RowParams, Sampled, sample, sample_allowed
@@ -33,10 +34,6 @@ from swarmtune.types import FinishReason, GenerateChunk, GenerateRequest, Lane
 ATTENTION = "swarmtune_grouped"
 _PREFILL_TOKENS = 2048
 """Padded prompt tokens of one forward pass; also the longest time running requests wait for newcomers."""
-_MARGIN_TOKENS = 4
-"""Decoded in front of a stop string's window, since decoders treat the first token of a text specially."""
-
-Decode = Callable[[list[int]], str]
 
 
 def grouped_attention(
@@ -81,7 +78,7 @@ class Running:
     draw: random.Random
     stop_token_ids: frozenset[int]
     stop_bytes: int
-    """Length of the longest stop string; a match that ends now began at most so many tokens ago."""
+    """Of `answers.stop_bytes`."""
     constraint: Constraint | None = None
     cached: int = 0
     """Leading tokens of `context` whose keys and values are in its cache row."""
@@ -238,20 +235,7 @@ class RollingBatch:
     # Queue.
 
     def _check(self, request: GenerateRequest) -> None:
-        prompt, params = request.prompt_token_ids, request.sampling
-        if not prompt:
-            raise RequestRefused("the prompt is empty; send at least one token")
-        if not all(isinstance(token, int) and 0 <= token < self._vocabulary for token in prompt):
-            raise RequestRefused(f"a prompt token is outside the vocabulary of {self._vocabulary} tokens")
-        if params.max_tokens < 1 or not (math.isfinite(params.temperature) and params.temperature >= 0):
-            raise RequestRefused("max_tokens must be at least 1 and temperature a finite number of at least 0")
-        if not 0 < params.top_p <= 1 or params.top_k < 0 or params.top_logprobs < 0:
-            raise RequestRefused("top_p must be in (0, 1], top_k and top_logprobs at least 0")
-        if len(prompt) + params.max_tokens > self.context_length:
-            raise ContextOverflow(
-                f"{len(prompt)} prompt tokens plus max_tokens {params.max_tokens} are more than the context of "
-                f"{self.context_length}; shorten the prompt or lower max_tokens"
-            )
+        check_request(request, vocabulary=self._vocabulary, context_length=self.context_length)
         self._constraint(request)
 
     def _constraint(self, request: GenerateRequest) -> Constraint | None:
@@ -285,7 +269,7 @@ class RollingBatch:
             context=list(request.prompt_token_ids),
             draw=random.Random(self._own_seed(request) if sampling.seed is None else sampling.seed),
             stop_token_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos),
-            stop_bytes=max((len(s.encode()) for s in sampling.stop), default=0),
+            stop_bytes=stop_bytes(sampling.stop),
             constraint=self._constraint(request),
         )
 
@@ -505,10 +489,8 @@ class RollingBatch:
 
     def _find_stop(self, running: Running) -> str | None:
         """The stop string that the newest token completed; of several, the one that begins first."""
-        window = min(running.stop_bytes + _MARGIN_TOKENS, running.sampled)
-        text = self._decode(running.context[-window:])
-        found = [(text.find(stop), stop) for stop in running.request.sampling.stop if stop in text]
-        return min(found)[1] if found else None
+        sampled = running.context[len(running.prompt) :]
+        return find_stop(sampled, running.request.sampling.stop, self._decode, longest=running.stop_bytes)
 
 
 def copy_weights(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
