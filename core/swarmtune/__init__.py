@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swarmtune.client import AsyncSwarmClient, SwarmClient
     from swarmtune.config import ConfigError, TrainConfig
+    from swarmtune.swarm import AsyncSwarm, Swarm
 
 __version__ = "0.1.0"
-__all__ = ["AsyncSwarmClient", "ConfigError", "SwarmClient", "TrainConfig", "__version__"]
+__all__ = ["AsyncSwarm", "AsyncSwarmClient", "ConfigError", "Swarm", "SwarmClient", "TrainConfig", "__version__"]
 
 _HOME = {
+    "AsyncSwarm": "swarmtune.swarm",
     "AsyncSwarmClient": "swarmtune.client",
     "ConfigError": "swarmtune.config",
+    "Swarm": "swarmtune.swarm",
     "SwarmClient": "swarmtune.client",
     "TrainConfig": "swarmtune.config",
 }

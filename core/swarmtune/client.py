@@ -635,6 +635,10 @@ class SwarmClient:
     def name(self) -> str | None:
         return self._client.name
 
+    def async_twin(self) -> AsyncSwarmClient:
+        """See AsyncSwarmClient.twin."""
+        return self._client.twin()
+
     def __enter__(self) -> Self:
         return self
 

@@ -115,9 +115,8 @@ class Feeder:
         """Drawn too early: (index, visit)."""
         self._agreed_step = 0
         self._dropped = 0
-        self._step = 0
         self._stepped = asyncio.Event()
-        self._records: list[StepRecord] = []
+        self._steps = StepWatch(client, steps, self._stepped)
         self._finished: TrainingFinished | None = None
 
     async def run(self) -> list[StepRecord]:
@@ -135,11 +134,11 @@ class Feeder:
                 f"tasks: {len(self._ids)} of them, but a step takes {self._tasks_per_step} different ones; "
                 "give more tasks, or lower batch_tasks"
             )
-        self._order = _order_of(len(self._tasks), config.seed if self._seed is None else self._seed)
+        self._order = order_of(len(self._tasks), config.seed if self._seed is None else self._seed)
         self._seed = config.seed if self._seed is None else self._seed
-        self._step = (await self._client.status()).step
+        self._steps.step = (await self._client.status()).step
         bar = _ProgressBar(self._goal, self._tasks_per_step * self._repeats, self._show)
-        watcher = asyncio.create_task(self._watch_steps(bar), name="steps of the swarm server")
+        watcher = asyncio.create_task(self._steps.follow(bar.step, self._on_step), name="steps of the swarm server")
         try:
             with bar:
                 while self._step < self._goal:
@@ -157,14 +156,19 @@ class Feeder:
         finally:
             watcher.cancel()
             await self._abandon()
-        return self._records
+        return self._steps.records
+
+    @property
+    def _step(self) -> int:
+        return self._steps.step
 
     # -- planning
 
     def _plan_step(self) -> None:
         """Once per step: what the last one left unfinished, filled up with new tasks."""
         collecting = self._step + 1
-        if self._planned_step < collecting:
+        if self._planned_step < collecting or self._steps.went_back:
+            self._steps.went_back = False
             self._planned_step = collecting
             self._dropped = 0
             self._planned_ids = {task.task_id for task in self._unfinished}
@@ -334,33 +338,53 @@ class Feeder:
         except StepMismatch:
             log.debug("step %d is no longer being collected", step)
 
-    async def _watch_steps(self, bar: _ProgressBar) -> None:
-        """Follow the server's step, also back to an earlier one after its engine was recovered from a checkpoint."""
-        while self._step < self._goal:
+
+class StepWatch:
+    """A server's step up to a goal, as its client knows it."""
+
+    def __init__(self, client: AsyncSwarmClient, goal: int, stepped: asyncio.Event) -> None:
+        """`stepped` is set at every change."""
+        self._client = client
+        self._goal = goal
+        self._stepped = stepped
+        self.step = 0
+        self.records: list[StepRecord] = []
+        """Of the steps done since it follows."""
+        self.went_back = False
+        """The step is an earlier one than it was; whoever plans by it unsets this."""
+
+    async def follow(
+        self, tell: Callable[[StepRecord], None], on_step: Callable[[StepRecord], None] | None = None
+    ) -> None:
+        """Until the goal is reached; also back to an earlier step after an engine was recovered from a checkpoint.
+
+        `tell` is called on the loop, `on_step` in a thread, before the step counts.
+        """
+        while self.step < self._goal:
             try:
-                records = await self._client.wait_step(self._step, timeout_s=_STEP_POLL_S)
+                records = await self._client.wait_step(self.step, timeout_s=_STEP_POLL_S)
             except NotStarted:
                 await self._client.restart_if_lost()
                 continue
             except TimeoutError:
                 status = await self._client.status()
                 # While it boots, a recovered server trains again what it had trained after its checkpoint.
-                if status.state is EngineState.ROLLING and status.step < self._step:
-                    log.warning("the server went back from step %d to step %d", self._step, status.step)
-                    self._step = self._planned_step = status.step
+                if status.state is EngineState.ROLLING and status.step < self.step:
+                    log.warning("the server went back from step %d to step %d", self.step, status.step)
+                    self.step, self.went_back = status.step, True
                     self._stepped.set()
                 continue
-            for record in records[: self._goal - self._step]:
-                self._step = record.step
-                self._records.append(record)
-                bar.step(record)
-                if self._on_step is not None:
+            for record in records[: self._goal - self.step]:
+                self.step = record.step
+                self.records.append(record)
+                tell(record)
+                if on_step is not None:
                     # In a thread, so that it may use a SwarmClient, whose calls wait for this very loop.
-                    await asyncio.to_thread(self._on_step, record)
+                    await asyncio.to_thread(on_step, record)
             self._stepped.set()
 
 
-def _order_of(count: int, seed: int) -> Iterator[tuple[int, int]]:
+def order_of(count: int, seed: int) -> Iterator[tuple[int, int]]:
     """Endless (index, visit): all tasks once in random order, then again in another one."""
     visit = 0
     while True:

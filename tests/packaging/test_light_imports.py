@@ -21,6 +21,8 @@ MODULES = [
     "swarmtune.feeder",
     "swarmtune.evaluation",
     "swarmtune.script",
+    "swarmtune.swarm",
+    "swarmtune.swarm_feeder",
     "swarmtune.models",
     "swarmtune.cli",
     "swarmtune.serve",
