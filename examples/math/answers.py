@@ -55,7 +55,8 @@ def verified(expected: str, said: str) -> bool:
 def _gym_score(name: str, entry: Mapping[str, Any], said: str) -> float:
     from reasoning_gym import get_score_answer_fn
 
-    return float(get_score_answer_fn(name)(said, entry))
+    scorer: Any = get_score_answer_fn(name)
+    return float(scorer(said, entry))
 
 
 @cache

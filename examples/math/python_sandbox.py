@@ -4,7 +4,7 @@
 
 This process stays as it is and waits. Its child enters namespaces (processes, network, mounts) where the kernel grants
 them, with every file system read-only but the work folder, which is a small one in memory; leaves root where this one
-is root; sets resource limits; and becomes the program. On `report_fd` it says "namespaces", "limits" or "cannot: REASON".
+is root; sets resource limits; and becomes the program. On `report_fd` it says "namespaces", "limits" or "cannot: …".
 Exit status: the program's, or 128 + signal. Standard library only.
 """
 

@@ -4,9 +4,9 @@
 
 What always holds: the program gets no secret of this process (an empty environment, no open files); a fresh folder that
 is gone afterwards; bounded CPU time, memory, files, processes, wall time and output. Where the kernel grants namespaces
-(`Ran.isolation`) it also has no network, can write nowhere but in its folder, and leaves no process behind. Without them
-it runs as a user of its own if this process is root, else as this user, and could end its guardian. It can read what any
-user can.
+(`Ran.isolation`) it also has no network, can write nowhere but in its folder, and leaves no process behind. Without
+them it runs as a user of its own if this process is root, else as this user, and could end its guardian. It can read
+what any user can.
 """
 
 from __future__ import annotations

@@ -57,9 +57,11 @@ def train(example_server: LocalServer, tmp_path: Path) -> Iterator[Train]:
         }
         config = tmp_path / f"{out.name}.json"
         config.write_text(json.dumps(small | dict(settings or {})))
+        with SwarmClient(example_server.url, patience_s=20.0) as swarm:
+            before = max((event.seq for event in swarm.events_so_far()), default=0)
         status = main(script, ["--config", str(config), "--server", example_server.url, "--out", str(out)])
         with SwarmClient(example_server.url, patience_s=20.0) as swarm:
-            events = swarm.events_so_far()
+            events = swarm.events_so_far(after=before)
             swarm.stop()
         lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").is_file() else []
         return Trained(status, [json.loads(line) for line in lines], events, out)

@@ -26,3 +26,8 @@ def computes(messages: Messages, index: int) -> str:
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
     printed = re.findall(r"-?\d+", messages[-1]["content"])
     return f"That gives it.\nAnswer: ${printed[-1]}$"
+
+
+def polite_by_halves(messages: Messages, index: int) -> str:
+    """Polite in every second answer."""
+    return "We are sorry about this and send another one." if index % 2 else "No."
