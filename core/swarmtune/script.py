@@ -115,6 +115,8 @@ class Script:
     """Dotted key → default of this script."""
     eval_tasks: Callable[[Any, int], Sequence[Any]] | None = None
     """Tasks of the evaluation; None takes the training tasks."""
+    prepare: Callable[[SwarmClient, Any], None] | None = None
+    """(client, configuration) called once the model is up, before the training: a supervised warm-up, say."""
 
     @property
     def config_model(self) -> type[ScriptConfig]:
@@ -255,6 +257,8 @@ def _train(script: Script, config: ScriptConfig, options: argparse.Namespace) ->
         _say(f"server {url}, results in {out}")
         swarm.start(config.for_server())
         stack.callback(results.close, swarm)
+        if script.prepare is not None:
+            script.prepare(swarm, config)
         results.add_steps(swarm.steps())
         swarm.train(
             script.tasks(config.parameters, config.seed),
