@@ -7,14 +7,18 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, cast
 
 import typer
 
 if TYPE_CHECKING:
     from swarmtune.client import SwarmClient
     from swarmtune.gateway.auth import Capability
+    from swarmtune.protocol import EvaluationRecord, ExportView
+
+    Dtype = Literal["bf16", "fp16", "fp32"]
 
 PATIENCE_S = 3.0
 """How long a command waits for a server that does not answer."""
@@ -58,6 +62,12 @@ def serve(
         typer.Option(metavar="NAME=CAP,…", help="Variable with a further key: observe, rollout, evaluate, control."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on with the last training in the folder.")] = False,
+    from_step: Annotated[
+        int | None, typer.Option(min=0, help="Begin a new run at this checkpoint; the earlier run stays as it is.")
+    ] = None,
+    from_run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="--from-step: the earlier run, by name or folder; else the last.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
 ) -> None:
     """Start a server without a model; a client wakes it with a configuration.
@@ -68,7 +78,10 @@ def serve(
     from swarmtune.serve import ServeError, ServeSettings, run
 
     set_up_logging(verbose)
-    settings = ServeSettings(data_dir, host, port, read_keys(control_key_env, key_env or []), fresh)
+    if from_run is not None and from_step is None:
+        fail("--from-run: needs --from-step, the checkpoint to begin at", 2)
+    keys = read_keys(control_key_env, key_env or [])
+    settings = ServeSettings(data_dir, host, port, keys, fresh, from_step, from_run)
     try:
         run(settings, lambda url: typer.echo(f"swarm server at {url} · data in {data_dir}"))
     except (BindRefused, ServeError) as error:
@@ -161,6 +174,196 @@ def events(
         return
     except SwarmError as error:
         fail(str(error))
+
+
+@app.command()
+def evaluations(
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+    name: Annotated[str | None, typer.Option(help="Only those of this name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The table of evaluations: what the weights of which step reached."""
+    from swarmtune.errors import SwarmError
+
+    try:
+        with connect(url, key) as swarm:
+            found = swarm.evaluations(name)
+    except SwarmError as error:
+        fail(str(error))
+    if as_json:
+        typer.echo(json.dumps([record.model_dump() for record in found], indent=2))
+    else:
+        print_table([("step", "name", "mean", "95 %", "pass@k", "episodes", "left out"), *map(evaluation_row, found)])
+
+
+def evaluation_row(record: EvaluationRecord) -> tuple[str, ...]:
+    """One line of the table of evaluations."""
+    step, name = str(record.weight_version), record.name
+    if record.mean is None:
+        return (step, name, "–" if record.state == "finished" else "runs", "", "", str(record.episodes), "")
+    low, high = record.mean.low, record.mean.high
+    interval = f"{low:.3f} … {high:.3f}" if low is not None and high is not None else "–"
+    passed = " ".join(f"@{k} {spread.value:.3f}" for k, spread in sorted(record.pass_at.items()))
+    left = {"failed": record.failed, "mixed": record.mixed, "skipped": record.skipped}
+    left_out = ", ".join(f"{count} {why}" for why, count in left.items() if count)
+    return (step, name, f"{record.mean.value:.3f}", interval, passed, str(record.episodes), left_out)
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as their longest entry."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip())
+
+
+# -- checkpoints
+
+checkpoints_app = typer.Typer(help="List, save, export and prune checkpoints.", no_args_is_help=True)
+app.add_typer(checkpoints_app, name="checkpoints")
+
+Where = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RUN]", help="A run's folder, or one above it; without it the running server is asked."),
+]
+
+
+@checkpoints_app.command("list")
+def list_checkpoints(where: Where = None, url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> None:
+    """The checkpoints of a run, what they are judged by, and why they are kept."""
+    from swarmtune.checkpoints import CheckpointError, StoredRun, runs_under, table
+    from swarmtune.errors import SwarmError
+
+    try:
+        if where is not None:
+            runs = [StoredRun.read(folder) for folder in runs_under(where)]
+            found = [(run.checkpoints(), run.config.checkpoint.best_by) for run in runs]
+        else:
+            with connect(url, key) as swarm:
+                found = [(swarm.checkpoints(), swarm.config().checkpoint.best_by)]
+    except (CheckpointError, SwarmError) as error:
+        fail(str(error))
+    if as_json:
+        typer.echo(json.dumps([view.model_dump() for views, _ in found for view in views], indent=2))
+        return
+    for views, metric in found:
+        print_table(table(views, metric))
+
+
+@checkpoints_app.command("save")
+def save_checkpoint(url: Url = DEFAULT_URL, key: Key = None) -> None:
+    """Have the server write a checkpoint now."""
+    from swarmtune.errors import SwarmError
+
+    try:
+        with connect(url, key) as swarm:
+            view = swarm.save_checkpoint()
+    except SwarmError as error:
+        fail(str(error))
+    typer.echo(f"step {view.step}: {view.path} ({view.bytes / 1e6:.1f} MB)")
+
+
+@checkpoints_app.command("export")
+def export_checkpoint(
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
+    where: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN|CHECKPOINT]", help="A run's or checkpoint's folder; without it the running server is asked."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of a checkpoint; else the last one, of a server the current weights.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter as a peft folder.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; else what the engine computed in.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The start model, where the checkpoint is not in its run's folder any more.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    key: Key = None,
+) -> None:
+    """Write weights as a Hugging Face folder: merged, or the adapter alone. Complete or not at all."""
+    from swarmtune.checkpoints import CheckpointError
+    from swarmtune.errors import SwarmError
+
+    kind = _dtype(dtype)
+    try:
+        if where is None:
+            with connect(url, key) as swarm:
+                done = swarm.export(out, step=step, adapter=adapter, dtype=kind)
+        else:
+            done = _export_offline(where, out.absolute(), step, adapter, kind, model)
+    except (CheckpointError, SwarmError, ValueError, OSError) as error:
+        fail(str(error))
+    typer.echo(f"step {done.step}: {done.path} ({done.bytes / 1e6:.1f} MB)")
+
+
+@checkpoints_app.command("prune")
+def prune_checkpoints(
+    where: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Runs' folders, or folders above them.")],
+    keep_last: Annotated[int, typer.Option(min=0, help="The newest so many stay.")] = 1,
+    keep_best: Annotated[int, typer.Option(min=0, help="So many of the best stay.")] = 0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove every checkpoint: the runs cannot be gone on with.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+) -> None:
+    """Remove checkpoints of runs whose server is not running, and say how much that frees."""
+    from swarmtune.checkpoints import CheckpointError, prune, runs_under
+
+    if keep_last < 1 and not everything:
+        fail("--keep-last 0 would leave runs that cannot be gone on with; say --all if that is meant", 2)
+    last, best = (0, 0) if everything else (keep_last, keep_best)
+    freed, failed = 0, False
+    try:
+        folders = [folder for place in where for folder in runs_under(place)]
+    except CheckpointError as error:
+        fail(str(error))
+    for folder in dict.fromkeys(folders):
+        try:
+            done = prune(folder, keep_last=last, keep_best=best, dry=dry_run)
+        except (CheckpointError, OSError) as error:
+            typer.secho(f"left alone: {error}", err=True)
+            failed = True
+            continue
+        freed += done.freed
+        if done.removed:
+            left = ", ".join(str(view.step) for view in done.left) or "none"
+            removed = ", ".join(str(view.step) for view in done.removed)
+            typer.echo(f"{folder}: {'would remove' if dry_run else 'removed'} {removed}; left: {left}")
+    typer.echo(f"{freed / 1e6:.1f} MB {'would be freed' if dry_run else 'freed'}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _export_offline(
+    where: Path, out: Path, step: int | None, adapter: bool, dtype: Dtype | None, model: str | None
+) -> ExportView:
+    """Raises:
+    CheckpointError, OSError, ValueError: it cannot be exported as asked.
+    """
+    from importlib.util import find_spec
+
+    from swarmtune.checkpoints import StoredRun, newest_run
+
+    if (where / "trainer.json").is_file() or (where / "state.json").is_file():
+        checkpoint = where
+        if step is not None:
+            fail("--step: only with a run; a checkpoint's folder is of one step", 2)
+    else:
+        checkpoint = Path(StoredRun.read(newest_run(where)).checkpoint(step).path)
+    if find_spec("torch") is None:
+        fail("exporting needs torch: pip install 'a3r[train]' (README.md), or ask a running server with --url")
+    from swarmtune.trainer.export import export
+
+    return export(checkpoint, out, model=model, adapter=adapter, dtype=dtype)
+
+
+def _dtype(name: str | None) -> Dtype | None:
+    if name not in (None, "bf16", "fp16", "fp32"):
+        fail(f"--dtype {name}: unknown; known: bf16, fp16, fp32", 2)
+    return cast("Dtype | None", name)
 
 
 def connect(url: str, key: str | None, patience_s: float = PATIENCE_S) -> SwarmClient:

@@ -19,13 +19,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from swarmtune.config import TrainConfig
 from swarmtune.errors import EpisodeGone, NotStarted, StartFailed, SwarmError, UnknownClient
@@ -41,7 +42,12 @@ from swarmtune.protocol import (
     EpisodeGrant,
     EpisodeKind,
     EpisodeView,
+    EvaluationOutcome,
+    EvaluationRecord,
+    EvaluationRequest,
     Event,
+    ExportRequest,
+    ExportView,
     PoolView,
     RegisterRequest,
     ServerStatus,
@@ -51,6 +57,8 @@ from swarmtune.protocol import (
 from swarmtune.transport import Transport
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from swarmtune.evaluation import Evaluation
 
 T = TypeVar("T")
@@ -60,6 +68,8 @@ DEFAULT_URL = "http://127.0.0.1:10086"
 PATIENCE_S = 300.0
 """How long a server may be away (restarting, recovering its engine) before a client gives up."""
 _POLL_S = 30.0
+_BOOT_TELL_S = 5.0
+_EXPORT_S = 3600.0
 _CLAIM_WAIT_S = 30.0
 _GOODBYE_S = 5.0
 _CLIENT_HEARTBEAT_S = 5.0
@@ -236,16 +246,32 @@ class AsyncSwarmClient:
 
     # -- the server
 
-    async def start(self, config: TrainConfig | Mapping[str, Any]) -> ServerStatus:
+    async def start(
+        self,
+        config: TrainConfig | Mapping[str, Any],
+        *,
+        from_step: int | None = None,
+        from_run: str | Path | None = None,
+    ) -> ServerStatus:
         """Wake the server with `config` and wait until it rolls; join when exactly this configuration is running.
+
+        Args:
+            from_step: begin a new run at that checkpoint of an earlier one, which stays as it is, later steps and all.
+            from_run: that earlier run: a name in the server's data folder, or a folder on its machine; None is the
+                last one.
 
         Raises:
             BadConfig: the configuration cannot be used.
             ConfigConflict: another one is running; `differences` and the message name the keys.
             StartFailed: the model could not be brought up; reason and log tail in the message.
+            SwarmError: code not_found: no such run or checkpoint; the message names those there are.
         """
         config = config if isinstance(config, TrainConfig) else TrainConfig.from_dict(config)
-        body = StartRequest(config=config.model_dump(mode="json"))
+        body = StartRequest(
+            config=config.model_dump(mode="json"),
+            from_step=from_step,
+            from_run=str(from_run) if from_run is not None else None,
+        )
         status = await self._transport.post("/v1/start", ServerStatus, body)
         status = await self._until_up(status)
         self._started.server_id, self._started.config = status.server_id, config
@@ -329,8 +355,51 @@ class AsyncSwarmClient:
         return await self._transport.get("/v1/checkpoints", list[CheckpointView])
 
     async def save_checkpoint(self) -> CheckpointView:
-        """Write one now."""
-        return await self._transport.post("/v1/checkpoints", CheckpointView, wait_s=120.0)
+        """Write one now, waiting for an update to end; where the last step has one, that is returned."""
+        return await _patiently(
+            lambda: self._transport.post("/v1/checkpoints", CheckpointView, wait_s=_EXPORT_S), PATIENCE_S
+        )
+
+    async def export(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        adapter: bool = False,
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    ) -> ExportView:
+        """Write weights as a Hugging Face folder on the server's machine, complete or not at all; training goes on.
+
+        Args:
+            folder: absent or empty; a relative one is taken from this process's folder.
+            step: of a checkpoint; None saves the current weights and takes those.
+            adapter: the LoRA adapter as a peft folder, instead of merged weights.
+            dtype: None is what the engine computes in: exactly the weights that answer.
+
+        Raises:
+            SwarmError: the reason is in the message: the folder is taken, no such checkpoint, no space.
+        """
+        body = ExportRequest(path=os.path.abspath(folder), step=step, adapter=adapter, dtype=dtype)
+        return await _patiently(
+            lambda: self._transport.post("/v1/export", ExportView, body, wait_s=_EXPORT_S), PATIENCE_S
+        )
+
+    async def evaluations(self, name: str | None = None) -> list[EvaluationRecord]:
+        """The run's evaluations, in order of weight version; those with one name make a curve over the training."""
+        return await self._transport.get("/v1/evaluations", list[EvaluationRecord], name=name)
+
+    async def begin_evaluation(self, request: EvaluationRequest) -> EvaluationRecord:
+        """Tell the server of an evaluation; its episodes are claimed with its id. `evaluate` does all of it.
+
+        Raises:
+            WeightsReplaced: the weights asked for are gone.
+            NotStarted, StartFailed
+        """
+        return await self._transport.post("/v1/evaluations", EvaluationRecord, request)
+
+    async def finish_evaluation(self, evaluation_id: str, outcome: EvaluationOutcome) -> EvaluationRecord:
+        """Put an evaluation's numbers into the server's table. Repeating it is safe."""
+        return await self._transport.post(f"/v1/evaluations/{evaluation_id}/finish", EvaluationRecord, outcome)
 
     async def merge_report(self, episode_id: str) -> dict[str, Any]:
         """How the episode's calls were merged into samples."""
@@ -383,12 +452,14 @@ class AsyncSwarmClient:
         seed: int | None = None,
         lease_s: float | None = None,
         wait_s: float | None = None,
+        evaluation_id: str | None = None,
     ) -> AsyncEpisode:
         """Claim an episode, waiting while the server changes weights, is full, or holds the claim for another's share.
 
         Args:
             sampling: overrides of the configuration's `sampling` for this episode.
             seed: makes the episode's sampling repeatable.
+            evaluation_id: of `begin_evaluation`, for kind evaluate.
             wait_s: how long to wait at most; None waits as long as the server asks to.
 
         Raises:
@@ -402,6 +473,7 @@ class AsyncSwarmClient:
             sampling=dict(sampling or {}),
             seed=seed,
             lease_s=lease_s,
+            evaluation_id=evaluation_id,
             claim_id=uuid.uuid4().hex,
             wait_s=_CLAIM_WAIT_S if wait_s is None else min(wait_s, _CLAIM_WAIT_S),
         )
@@ -502,7 +574,11 @@ class AsyncSwarmClient:
         rollout: Callable[..., Any],
         *,
         k: int = 1,
+        name: str = "evaluation",
+        version: int | None = None,
+        temperature: float | None = None,
         sampling: Mapping[str, Any] | None = None,
+        hold_sync_s: float | None = None,
         parallel: int = 32,
         seed: int = 0,
         success: float = 1.0,
@@ -510,9 +586,20 @@ class AsyncSwarmClient:
     ) -> Evaluation:
         """Run `k` evaluation episodes per task; they never enter the pool. `rollout` as in `train`.
 
+        All of it belongs to one weight version. It may run while a training does, from another thread or task: the step
+        that would replace these weights waits for it, within bounds, and what is left after that is not run.
+
         Args:
-            sampling: overrides for these episodes, such as {"temperature": 0}.
+            name: evaluations of one name make a curve in `evaluations()`.
+            version: the weights to evaluate: the current ones (None), or those of a later step, which are waited for.
+            temperature: 0 is greedy; short for the key of `sampling`.
+            sampling: overrides for these episodes, such as {"top_p": 0.9}; None takes the configuration's.
+            hold_sync_s: how long a step may wait for it; None takes evaluation.hold_sync_s.
             success: the reward from which an episode counts as solved, for pass@k.
+
+        Raises:
+            RuntimeError: no episode can be counted; the message says why, and a last error is chained.
+            WeightsReplaced: `version` is an earlier one than the server has.
         """
         from swarmtune.evaluation import evaluate
 
@@ -521,7 +608,10 @@ class AsyncSwarmClient:
             tasks,
             rollout,
             k=k,
-            sampling=sampling,
+            name=name,
+            version=version,
+            sampling=dict(sampling or {}) | ({} if temperature is None else {"temperature": temperature}),
+            hold_sync_s=hold_sync_s,
             parallel=parallel,
             seed=seed,
             success=success,
@@ -537,10 +627,14 @@ class AsyncSwarmClient:
                 log.warning("heartbeat of client %s failed: %s", self.name, error)
 
     async def _until_up(self, status: ServerStatus) -> ServerStatus:
+        began = time.monotonic()
         while status.state is EngineState.BOOTING:
             status = await self._transport.get(
-                "/v1/status", ServerStatus, wait_s=_POLL_S, **{"while": EngineState.BOOTING.value}
+                "/v1/status", ServerStatus, wait_s=_BOOT_TELL_S, **{"while": EngineState.BOOTING.value}
             )
+            waited = time.monotonic() - began
+            if status.state is EngineState.BOOTING and waited >= _BOOT_TELL_S:
+                log.info("the server brings up %s: %s, %.0f s so far", status.model, status.state.value, waited)
         _raise_if_failed(status)
         return status
 
@@ -650,9 +744,15 @@ class SwarmClient:
         self._loop.wait(self._client.close())
         self._loop.stop()
 
-    def start(self, config: TrainConfig | Mapping[str, Any]) -> ServerStatus:
+    def start(
+        self,
+        config: TrainConfig | Mapping[str, Any],
+        *,
+        from_step: int | None = None,
+        from_run: str | Path | None = None,
+    ) -> ServerStatus:
         """See AsyncSwarmClient.start."""
-        return self._loop.wait(self._client.start(config))
+        return self._loop.wait(self._client.start(config, from_step=from_step, from_run=from_run))
 
     def status(self) -> ServerStatus:
         return self._loop.wait(self._client.status())
@@ -698,8 +798,23 @@ class SwarmClient:
         return self._loop.wait(self._client.checkpoints())
 
     def save_checkpoint(self) -> CheckpointView:
-        """Write one now."""
+        """See AsyncSwarmClient.save_checkpoint."""
         return self._loop.wait(self._client.save_checkpoint())
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        adapter: bool = False,
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    ) -> ExportView:
+        """See AsyncSwarmClient.export."""
+        return self._loop.wait(self._client.export(folder, step=step, adapter=adapter, dtype=dtype))
+
+    def evaluations(self, name: str | None = None) -> list[EvaluationRecord]:
+        """See AsyncSwarmClient.evaluations."""
+        return self._loop.wait(self._client.evaluations(name))
 
     def merge_report(self, episode_id: str) -> dict[str, Any]:
         """How the episode's calls were merged into samples."""
@@ -726,9 +841,18 @@ class SwarmClient:
         seed: int | None = None,
         lease_s: float | None = None,
         wait_s: float | None = None,
+        evaluation_id: str | None = None,
     ) -> Episode:
         """See AsyncSwarmClient.claim."""
-        claiming = self._client.claim(task_id, kind=kind, sampling=sampling, seed=seed, lease_s=lease_s, wait_s=wait_s)
+        claiming = self._client.claim(
+            task_id,
+            kind=kind,
+            sampling=sampling,
+            seed=seed,
+            lease_s=lease_s,
+            wait_s=wait_s,
+            evaluation_id=evaluation_id,
+        )
         return Episode(self._loop.wait(claiming), self._loop.wait)
 
     @contextlib.contextmanager

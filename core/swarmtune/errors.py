@@ -62,6 +62,10 @@ class NotRolling(SwarmError):
     """No episode can be claimed now (weights change, too many are open, the client's share is full); later it can."""
 
 
+class WeightsReplaced(SwarmError):
+    """The weights an evaluation belongs to are no longer in use."""
+
+
 class TrainingFinished(SwarmError):
     """The server has done its `max_steps`."""
 
@@ -130,6 +134,7 @@ _CLASS_OF: dict[Code, type[SwarmError]] = {
     Code.SHARE_FULL: NotRolling,
     Code.ENGINE_LOST: NotRolling,
     Code.FINISHED: TrainingFinished,
+    Code.VERSION_PASSED: WeightsReplaced,
     Code.UNAUTHORIZED: AccessDenied,
     Code.FORBIDDEN: AccessDenied,
     Code.UNKNOWN_EPISODE: EpisodeGone,

@@ -23,6 +23,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from swarmtune.checkpoints import CheckpointError
 from swarmtune.gateway.app import create_app
 from swarmtune.gateway.auth import Capability, Keyring, refuse_open_bind
 from swarmtune.server import SwarmServer
@@ -51,6 +52,10 @@ class ServeSettings:
     keys: Mapping[str, Iterable[Capability]] = field(default_factory=dict)
     fresh: bool = False
     """Leave earlier trainings in the data folder alone."""
+    from_step: int | None = None
+    """Begin a new run at this checkpoint of `from_run`, and go on from there."""
+    from_run: str | None = None
+    """A run in the data folder by name, or any run's folder; None is the last one in the data folder."""
 
 
 def run(settings: ServeSettings, announce: Callable[[str], None]) -> None:
@@ -64,6 +69,8 @@ def run(settings: ServeSettings, announce: Callable[[str], None]) -> None:
     with bound_socket(settings.host, settings.port) as listener, exclusive(settings.data_dir):
         try:
             uvloop.run(_serve(settings, listener, announce))
+        except CheckpointError as error:
+            raise ServeError(f"--from-step {settings.from_step}: {error}") from error
         except OSError as error:
             raise unusable(settings.data_dir, error) from error
 
@@ -74,7 +81,9 @@ def unusable(data_dir: Path, error: OSError) -> ServeError:
 
 
 async def _serve(settings: ServeSettings, listener: socket.socket, announce: Callable[[str], None]) -> None:
-    server = SwarmServer(settings.data_dir, fresh=settings.fresh)
+    server = SwarmServer(
+        settings.data_dir, fresh=settings.fresh, from_step=settings.from_step, from_run=settings.from_run
+    )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, server.request_shutdown)

@@ -2,6 +2,7 @@
 
 A checkpoint is written beside its place, flushed to disk and renamed. A folder without `trainer.json` is no checkpoint;
 one whose name begins with `.partial-` is left of an interrupted save, and the next save to the same place removes it.
+Exports are written the same way (`place`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ STATE = "trainer.json"
 FORMAT = 1
 PARTIAL = ".partial-"
 RETIRED = ".retired-"
+_REFUSED_WRITES = ("PytorchStreamWriter", "file write failed", "IoError")
+"""In the messages of torch and safetensors, whose errors are no OSError."""
 
 
 def write(path: Path, state: dict[str, Any], fill: Callable[[Path], None], *, needed_bytes: int) -> None:
@@ -25,6 +28,21 @@ def write(path: Path, state: dict[str, Any], fill: Callable[[Path], None], *, ne
 
     Raises:
         OSError: not enough space (ENOSPC), or not writable. What was at `path` before is intact.
+    """
+
+    def fill_and_state(folder: Path) -> None:
+        fill(folder)
+        (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1))
+
+    place(path, fill_and_state, needed_bytes=needed_bytes, what="a checkpoint", fix="lower checkpoint.keep_last")
+
+
+def place(path: Path, fill: Callable[[Path], None], *, needed_bytes: int, what: str, fix: str) -> None:
+    """Create or replace the folder `path` as a whole; `fill` writes its files.
+
+    Raises:
+        OSError: not enough space (ENOSPC; `what` and `fix` are for the sentence), or not writable. What was at `path`
+            before is intact.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, retired = path.parent / f"{PARTIAL}{path.name}", path.parent / f"{RETIRED}{path.name}"
@@ -34,23 +52,39 @@ def write(path: Path, state: dict[str, Any], fill: Callable[[Path], None], *, ne
     if free < needed_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"a checkpoint needs {needed_bytes / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; "
-            "free some space, or lower checkpoint.keep_last",
+            f"{what} needs {needed_bytes / 1e6:.0f} MB and {free / 1e6:.0f} MB are free; free some space, or {fix}",
             str(path),
         )
     partial.mkdir()
     try:
-        fill(partial)
-        (partial / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1))
+        _filled(partial, fill)
         _flush(partial)
+        if path.exists():
+            path.rename(retired)
+        partial.rename(path)
     except BaseException:
+        _recover(path, retired)
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if path.exists():
-        path.rename(retired)
-    partial.rename(path)
     _flush_folder(path.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def _filled(partial: Path, fill: Callable[[Path], None]) -> None:
+    """Raises:
+    OSError: also where a writer of tensors tells a refusal of the disk in its own way.
+    """
+    try:
+        fill(partial)
+    except OSError:
+        raise
+    except Exception as error:
+        text = str(error)
+        if "No space left" in text or "StorageFull" in text:
+            raise OSError(errno.ENOSPC, f"no space left while writing: {text}", str(partial)) from error
+        if any(sign in text for sign in _REFUSED_WRITES):
+            raise OSError(errno.EIO, f"the disk refused a write, it may be full: {text}", str(partial)) from error
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:
