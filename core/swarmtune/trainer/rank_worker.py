@@ -1,18 +1,19 @@
-"""One rank of a model on several processes: veRL's TinkerTrainingWorker as a Ray actor.
+"""One rank of a trainer on several processes: a Ray actor that holds its shards of each model.
 
-Importing this module fixes veRL's device, as veRL's own worker modules do; actors get the platform from their environment
-(`ray_workers.environment_of`). Every call is made on all ranks, in the same order, with micro-batches of the same number.
+Importing this module fixes veRL's device, as veRL's own worker modules do; the actor gets the platform from its
+environment (`ray_session.environment_of`). Every call is made on all ranks, in the same order, with the same number of
+micro-batches. Policy, reference and critic share the process and its process group.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base import Worker
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
@@ -21,72 +22,95 @@ from swarmtune.trainer.adapter import named_adapter
 from swarmtune.trainer.worker import Sizes, named_weights, sizes
 
 
-class RankWorker(TinkerTrainingWorker):
+class RankWorker(Worker):
     """See the module's text."""
 
-    def __init__(self, config: Any, *, seed: int, threads: int) -> None:
-        """Load this rank's part of the model; blocks until all ranks have theirs."""
+    def __init__(self, *, threads: int) -> None:
+        """Join the other ranks; blocks until all are there."""
         cpu_platform.activate()
         torch.set_num_threads(threads)
+        super().__init__()
         # veRL would ask for "cpu:gloo,cpu:gloo", which torch refuses; it keeps a group that is there.
         torch.distributed.init_process_group("gloo")
+        self._models: dict[str, RankModel] = {}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def load(self, name: str, config: Any, seed: int) -> tuple[Any, Sizes]:
+        """Load a model under a name; its Hugging Face configuration and its sizes over all ranks."""
+        self._models[name] = model = RankModel(config, seed, first=self.rank == 0)
+        return model.hf_config, model.sizes
+
+    def unload(self, name: str) -> None:
+        self._models.pop(name, None)
+
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """A method of RankModel."""
+        return getattr(self._models[name], method)(*arguments)
+
+
+class RankModel:
+    """This rank's shards of one model: veRL's TinkerTrainingWorker, called for many micro-batches at once."""
+
+    def __init__(self, config: Any, seed: int, *, first: bool) -> None:
+        """`first`: this is rank 0, which hands out the weights."""
         torch.manual_seed(seed)
-        super().__init__(config)
-        self.reset()
-        self._weights: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._worker = TinkerTrainingWorker(config)
+        self._worker.reset()
+        self._first = first
+        self._handed: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self.hf_config = self._worker.model_config.hf_config
+        self._engine: Any = self._worker.engine
+        self.sizes = sizes(self._engine.module)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe(self) -> tuple[Any, Sizes, int]:
-        """Hugging Face configuration, sizes over all ranks, process id."""
-        return self.model_config.hf_config, sizes(self.engine.module), os.getpid()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Any) -> None:
-        self.loss_fn = SkipPadding(loss_fn)
+        self._worker.set_loss_fn(SkipPadding(loss_fn))
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def forward_backward_all(self, micros: list[TensorDict]) -> list[TensorDict]:
-        return [self.forward_backward(micro) for micro in micros]
+    def optimizer_zero_grad(self) -> None:
+        self._worker.optimizer_zero_grad()
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def infer_all(self, micros: list[TensorDict]) -> list[TensorDict]:
-        return [self.infer_batch(micro) for micro in micros]
+    def forward_backward(self, micros: list[TensorDict]) -> list[TensorDict]:
+        return [self._worker.forward_backward(micro) for micro in micros]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weights(self) -> None:
-        """Begin to hand out the weights; an earlier handing out ends."""
-        self.close_weights()
-        self._weights = named_weights(self.engine)
+    def infer_batch(self, micros: list[TensorDict]) -> list[TensorDict]:
+        return [self._worker.infer_batch(micro) for micro in micros]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_adapter(self) -> None:
-        """Begin to hand out the adapter's tensors; an earlier handing out ends."""
-        self.close_weights()
-        self._weights = named_adapter(self.engine.module)
+    def optimizer_step(self, settings: Any) -> float:
+        return self._worker.optimizer_step(settings)["grad_norm"]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def next_weights(self, most_bytes: int) -> list[tuple[str, Any]]:
+    def save_checkpoint(self, folder: str, step: int) -> None:
+        self._engine.save_checkpoint(folder, global_step=step)
+
+    def load_checkpoint(self, folder: str) -> None:
+        self._engine.load_checkpoint(folder, del_local_after_load=False)
+
+    def open_tensors(self, kind: Literal["weights", "adapter"]) -> None:
+        """Begin to hand out the weights, or the adapter alone; an earlier handing out ends."""
+        self.close_tensors()
+        self._handed = named_weights(self._engine) if kind == "weights" else named_adapter(self._engine.module)
+
+    def next_tensors(self, most_bytes: int) -> list[tuple[str, Any]]:
         """Rank 0: the next tensors, fp32 numpy arrays, until `most_bytes` are reached; empty at the end.
 
         The other ranks take the same ones along, since gathering a tensor needs them all, and return nothing.
         """
         taken: list[tuple[str, Any]] = []
         size = 0
-        for name, value in self._weights:
+        for name, value in self._handed:
             size += value.numel() * 4
-            if self.rank == 0:
-                taken.append((name, value.detach().float().cpu().numpy()))
+            if self._first:
+                taken.append((name, value.detach().float().cpu().numpy().copy()))
             if size >= most_bytes:
                 break
         return taken
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close_weights(self) -> None:
+    def close_tensors(self) -> None:
         """End a handing out; adapters that were merged for it are taken out again."""
-        close: Callable[[], None] | None = getattr(self._weights, "close", None)
+        close: Callable[[], None] | None = getattr(self._handed, "close", None)
         if close is not None:
             close()
-        self._weights = iter(())
+        self._handed = iter(())
 
 
 class SkipPadding:

@@ -1,15 +1,17 @@
-"""Ray for the trainer: one session per process, shared by its models, gone with it.
+"""Ray for the trainer: one session per process, with the ranks that all of its models share, gone with it.
 
 Without an address Ray is started on this machine for this process alone: no dashboard to open, no usage report, a small
-object store, and the kernel ends its processes with this one, `kill -9` included. With an address it joins a cluster and
-leaves it running. A machine where this process is killed keeps Ray's two agents for up to two minutes when nobody ends
-its process group; the server does.
+object store, and the kernel ends its processes with this one, `kill -9` included. With an address it joins a cluster
+and leaves it running. Ray's two agents notice the end of a killed session only after about a minute: whoever kills this
+process ends its process group, as the server does.
+
+The ranks hold shards of the weights (FSDP2), so none can go on without the others: a call that fails on one of them
+ends them all and raises WorkersLost, whether that rank was killed or raised. Nothing waits in a collective for a rank
+that is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import shutil
 import tempfile
@@ -18,12 +20,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from swarmtune.config import ConfigError, RayConfig
+import ray
+from ray.exceptions import RayError
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-log = logging.getLogger(__name__)
+from swarmtune.config import ConfigError, RayConfig, TrainConfig
+from swarmtune.trainer.rank_worker import RankWorker
+from swarmtune.trainer.worker import WorkersLost
 
-MODELS = 3
-"""Policy, reference and critic: each rank has a place for each of them."""
 SOCKET_LIMIT = 107
 """Bytes of a unix socket's path (Linux)."""
 SOCKET_TAIL = len("/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store")
@@ -33,107 +37,179 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Nothing is reported, and no Python workers are started that the actors, which have their own environment, cannot use."""
+"""Nothing is reported, and no Python processes are started beside the ranks."""
 
 
 class RaySession:
-    """Ray's connection of this process and the places of the ranks. Make it with `open_session`."""
+    """See the module's text. Make it with `open_session`."""
 
-    def __init__(self, config: RayConfig, work_dir: Path) -> None:
-        """Raises ConfigError when there is no such cluster, or it has too few processors."""
-        import ray
+    def __init__(self, config: TrainConfig, work_dir: Path) -> None:
+        """Start or join Ray, then start the ranks and wait until they have found each other.
 
+        Raises:
+            ConfigError: no such cluster, or too few processors.
+            WorkersLost: a rank could not be started; the message has its error.
+        """
+        assert config.ray is not None
+        self.ranks = config.ray.processes
         self._users = 0
-        self._temp_dir: Path | None = None
+        self._group: RayWorkerGroup | None = None
+        self._temp_dir = temp_dir(work_dir) if config.ray.address is None else None
         os.environ.update(QUIET)
-        if config.address is None:
-            self._temp_dir = temp_dir(work_dir)
-            shutil.rmtree(self._temp_dir, ignore_errors=True)  # of a session that was killed
-            ray.init(
-                address="local",
-                num_cpus=config.processes * MODELS,
-                num_gpus=0,
-                include_dashboard=False,
-                object_store_memory=config.object_store_mb << 20,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=str(self._temp_dir),
-            )
+        if self._temp_dir is not None:
+            _start(config.ray, self._temp_dir)
         else:
-            self._join(config.address)
+            _join(config.ray)
         try:
-            self.pool = self._places(config)
+            _check_room(config.ray)
+            self._group = _ranks(config, config.ray)
+            self.pids: list[int] = self.call("pid")
+            """Of the ranks' processes."""
         except BaseException:
-            self._shutdown()
+            self.close()
             raise
 
-    def _join(self, address: str) -> None:
-        import ray
+    def call(self, method: str, *per_rank: list[Any]) -> list[Any]:
+        """A method of RankWorker on each rank, each argument being a list of one value per rank.
 
+        Raises:
+            WorkersLost: it failed on one of them; all are gone.
+        """
+        if self._group is None:
+            raise WorkersLost("the processes of the trainer are gone")
+        references = self._group.execute_all_async(method, *per_rank)
+        waiting = references
         try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
-            raise ConfigError(
-                f"ray.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, or "
-                "leave ray.address out"
-            ) from error
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=1)
+                ray.get(done)
+            return ray.get(references)
+        except RayError as error:
+            self._end_ranks()
+            raise WorkersLost(f"a rank of the trainer failed: {reason(error)}") from error
 
-    def _places(self, config: RayConfig) -> Any:
-        """veRL's resource pool: `processes` bundles, evenly over `nodes` machines."""
-        import ray
-        from verl.single_controller.ray import RayResourcePool
+    @property
+    def is_lost(self) -> bool:
+        return self._group is None
 
-        needed, free = config.processes * MODELS, ray.available_resources().get("CPU", 0)
-        if free < needed:
-            raise ConfigError(
-                f"ray.processes: {config.processes} ranks take {needed} of the cluster's processors and {free:.0f} are "
-                "free; lower it, or start Ray with more (`ray start --num-cpus`)"
-            )
-        return RayResourcePool(
-            process_on_nodes=[config.processes // config.nodes] * config.nodes,
-            use_gpu=False,
-            max_colocate_count=MODELS,
-        )
-
-    def _shutdown(self) -> None:
-        import ray
-
+    def close(self) -> None:
+        """End the ranks, and Ray where it was started here. Idempotent."""
+        self._end_ranks()
         ray.shutdown()
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+    def _end_ranks(self) -> None:
+        group, self._group = self._group, None
+        for worker in group.workers if group is not None else ():
+            ray.kill(worker)
 
 
 _lock = threading.Lock()
 _session: RaySession | None = None
 
 
-def open_session(config: RayConfig, work_dir: Path) -> RaySession:
-    """The process's session, opened by its first user; each user closes it once.
+def open_session(config: TrainConfig, work_dir: Path) -> RaySession:
+    """The process's session, opened by its first user; each user closes it once with `close_session`.
 
     Raises:
-        ConfigError: see RaySession.
+        ConfigError, WorkersLost: see RaySession.
     """
     global _session
     with _lock:
-        if _session is None:
+        if _session is None or _session.is_lost:
+            if _session is not None:
+                _session.close()
             _session = RaySession(config, work_dir)
         _session._users += 1
         return _session
 
 
 def close_session(session: RaySession) -> None:
-    """The last user ends it, and with it what was started for it."""
+    """The last user ends it."""
     global _session
     with _lock:
         session._users -= 1
         if session._users == 0 and _session is session:
             _session = None
-            with contextlib.suppress(OSError):
-                session._shutdown()
+            session.close()
+
+
+def _start(config: RayConfig, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed
+    ray.init(
+        address="local",
+        num_cpus=config.processes,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=config.object_store_mb << 20,
+        log_to_driver=False,
+        configure_logging=False,
+        _temp_dir=str(folder),
+    )
+
+
+def _join(config: RayConfig) -> None:
+    try:
+        ray.init(address=config.address, log_to_driver=False, configure_logging=False)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"ray.address: no Ray cluster answers at {config.address!r}; start one with `ray start --head`, or leave "
+            "ray.address out"
+        ) from error
+
+
+def _check_room(config: RayConfig) -> None:
+    """Raises ConfigError now instead of waiting for processors that nobody will give back."""
+    free = ray.available_resources().get("CPU", 0)
+    if free < config.processes:
+        raise ConfigError(
+            f"ray.processes: {config.processes} ranks take a processor each and {free:.0f} of the cluster's are free; "
+            "lower it, or start Ray with more (`ray start --num-cpus`)"
+        )
+
+
+def _ranks(config: TrainConfig, places: RayConfig) -> RayWorkerGroup:
+    pool = RayResourcePool(
+        process_on_nodes=[places.processes // places.nodes] * places.nodes, use_gpu=False, max_colocate_count=1
+    )
+    threads = threads_of(config, places)
+    return RayWorkerGroup(
+        resource_pool=pool,
+        ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(RankWorker), threads=threads),
+        device_name="cpu",
+        worker_env=environment_of(threads),
+    )
+
+
+def threads_of(config: TrainConfig, places: RayConfig) -> int:
+    """Torch threads of each rank: an even share of this machine, or of `engine.threads`."""
+    return max(1, (config.engine.threads or os.cpu_count() or 1) // (places.processes // places.nodes))
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """Of a rank's process: veRL's platform, and this package where it is only on sys.path."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": f"{package_root}{os.pathsep}{path}" if path else package_root,
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "swarmtune.trainer.cpu_platform",
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+
+
+def reason(error: RayError) -> str:
+    """The last line that says something: Ray wraps the rank's whole traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def temp_dir(work_dir: Path) -> Path:
-    """Where Ray keeps sockets and logs: in the work folder where their paths fit, else under the system's."""
+    """Where Ray keeps sockets and logs: in the work folder where their paths fit, else in the system's."""
     inside = work_dir.resolve() / "ray"
     if len(os.fsencode(inside)) + SOCKET_TAIL <= SOCKET_LIMIT:
         return inside

@@ -1,37 +1,29 @@
-"""`worker.Workers` over Ray: one `RankWorker` per process, driven by veRL's RayWorkerGroup.
-
-The ranks hold shards of the weights (FSDP2), so none can go on without the others: a call that fails on one of them ends
-them all and raises WorkersLost, whether a rank was killed or raised. Nothing waits in a collective for a rank that is
-gone.
-"""
+"""`worker.Workers` over Ray: one model on the ranks of the process's Ray session, which its other models share."""
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray.exceptions import RayError
 from tensordict import TensorDict
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from swarmtune.config import TrainConfig
-from swarmtune.trainer.rank_worker import RankWorker
-from swarmtune.trainer.ray_session import close_session, open_session
-from swarmtune.trainer.worker import WorkersLost
+from swarmtune.trainer.ray_session import RaySession, close_session, open_session
 
-WEIGHTS_BYTES = 32 << 20
+PIECE_BYTES = 32 << 20
 """Weights travel from rank 0 in pieces of about this size."""
+
+_numbers = itertools.count()
 
 
 class RayWorkers:
-    """See the module's text; `worker.Workers` says what each method promises."""
+    """`worker.Workers` says what each method promises; each raises WorkersLost when a rank fails or is gone."""
 
     def __init__(self, config: TrainConfig, worker_config: Any, *, work_dir: Path) -> None:
-        """Start the ranks and wait until the model is loaded.
+        """Load the model on all ranks.
 
         Args:
             worker_config: veRL's TrainingWorkerConfig.
@@ -41,122 +33,81 @@ class RayWorkers:
             ConfigError: no such cluster, or too few processors.
             WorkersLost: a rank could not load the model; the message has its error.
         """
-        assert config.ray is not None
-        self.ranks = config.ray.processes
-        self._session = open_session(config.ray, work_dir)
-        self._group: RayWorkerGroup | None = None
+        self._name = f"model-{next(_numbers)}"
+        self._session: RaySession | None = open_session(config, work_dir)
+        self.ranks = self._session.ranks
         try:
-            self._group = RayWorkerGroup(
-                resource_pool=self._session.pool,
-                ray_cls_with_init=RayClassWithInitArgs(
-                    cls=ray.remote(RankWorker),
-                    config=worker_config,
-                    seed=config.seed,
-                    threads=threads_of(config),
-                ),
-                bin_pack=config.ray.nodes == 1,
-                device_name="cpu",
-                worker_env=environment_of(config),
-            )
-            described = self._call("describe")
+            loaded = self._session.call("load", *self._alike(self._name, worker_config, config.seed))
         except BaseException:
             self.close()
             raise
-        self.hf_config, self.sizes, _ = described[0]
-        self.pids = [pid for *_, pid in described]
+        self.hf_config, self.sizes = loaded[0]
+
+    @property
+    def pids(self) -> list[int]:
         """Of the ranks' processes."""
+        return self._session.pids if self._session is not None else []
 
     def set_loss_fn(self, loss_fn: Any) -> None:
-        self._call("set_loss_fn", [loss_fn] * self.ranks)
+        self._call("set_loss_fn", loss_fn)
 
     def optimizer_zero_grad(self) -> None:
         self._call("optimizer_zero_grad")
 
     def forward_backward(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
-        return self._in_rounds("forward_backward_all", micros)
+        return self._in_rounds("forward_backward", micros)
 
     def infer_batch(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
-        return self._in_rounds("infer_all", micros)
+        return self._in_rounds("infer_batch", micros)
 
     def optimizer_step(self, settings: dict[str, Any]) -> float:
-        return self._call("optimizer_step", [settings] * self.ranks)[0]["grad_norm"]
+        return self._call("optimizer_step", settings)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._handed_out("open_weights")
+        return self._gathered("weights")
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._handed_out("open_adapter")
+        return self._gathered("adapter")
 
-    def _handed_out(self, opening: str) -> Iterator[tuple[str, torch.Tensor]]:
-        self._call(opening)
+    def save_checkpoint(self, folder: Path, step: int) -> None:
+        self._call("save_checkpoint", str(folder), step)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self._call("load_checkpoint", str(folder))
+
+    def close(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
         try:
-            while piece := self._call("next_weights", [WEIGHTS_BYTES] * self.ranks)[0]:
+            if not session.is_lost:
+                session.call("unload", *[[self._name] * self.ranks])
+        finally:
+            close_session(session)
+
+    def _gathered(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors from rank 0, a piece at a time."""
+        self._call("open_tensors", kind)
+        try:
+            while piece := self._call("next_tensors", PIECE_BYTES):
                 for name, values in piece:
                     yield name, torch.from_numpy(values.copy())  # what Ray hands out is read-only shared memory
         finally:
-            if self._group is not None:
-                self._call("close_weights")
+            if self._session is not None and not self._session.is_lost:
+                self._call("close_tensors")
 
-    def save_checkpoint(self, folder: Path, step: int) -> None:
-        self._call("save_checkpoint", [str(folder)] * self.ranks, [None] * self.ranks, [step] * self.ranks)
-
-    def load_checkpoint(self, folder: Path) -> None:
-        self._call("load_checkpoint", [str(folder)] * self.ranks)
-
-    def close(self) -> None:
-        self._end_ranks()
-        if self._session is not None:
-            close_session(self._session)
-            self._session = None
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """The same call on every rank; rank 0's result."""
+        return self._on_ranks(method, *self._alike(*arguments))[0]
 
     def _in_rounds(self, method: str, micros: Sequence[TensorDict]) -> list[TensorDict]:
-        outputs = self._call(method, [list(micros[rank :: self.ranks]) for rank in range(self.ranks)])
+        outputs = self._on_ranks(method, [list(micros[rank :: self.ranks]) for rank in range(self.ranks)])
         return [output for of_round in zip(*outputs, strict=True) for output in of_round]
 
-    def _call(self, method: str, *per_rank: list[Any]) -> list[Any]:
-        """The method's result on each rank, each argument being a list of one value per rank."""
-        if self._group is None:
-            raise WorkersLost("the processes of this model are gone")
-        references = self._group.execute_all_async(method, *per_rank)
-        waiting = references
-        try:
-            while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1)
-                ray.get(done)
-            return ray.get(references)
-        except RayError as error:
-            self._end_ranks()
-            raise WorkersLost(f"a rank failed in {method}: {reason(error)}") from error
+    def _on_ranks(self, method: str, *per_rank: list[Any]) -> list[Any]:
+        if self._session is None:
+            raise RuntimeError("this model is closed")
+        return self._session.call("call", *self._alike(self._name, method), *per_rank)
 
-    def _end_ranks(self) -> None:
-        group, self._group = self._group, None
-        for worker in group.workers if group is not None else ():
-            ray.kill(worker)
-
-
-def reason(error: RayError) -> str:
-    """The last line that says something: Ray wraps the rank's whole traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-def threads_of(config: TrainConfig) -> int:
-    """Torch threads of each rank: an even share of this machine, or of `engine.threads`."""
-    assert config.ray is not None
-    here = config.ray.processes // config.ray.nodes
-    return max(1, (config.engine.threads or os.cpu_count() or 1) // here)
-
-
-def environment_of(config: TrainConfig) -> dict[str, str]:
-    """Of a rank's process: veRL's platform, and this package where it is only on sys.path."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {
-        "PYTHONPATH": f"{package_root}{os.pathsep}{path}" if path else package_root,
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "swarmtune.trainer.cpu_platform",
-        "OMP_NUM_THREADS": str(threads_of(config)),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TQDM_DISABLE": "1",
-    }
+    def _alike(self, *values: Any) -> list[list[Any]]:
+        return [[value] * self.ranks for value in values]
