@@ -196,6 +196,9 @@ class TrainBatch:
 
     step: int
     episodes: list[FinishedEpisode]
+    supervised_lr: float | None = None
+    """Set in a supervised step: the episodes are given conversations, one row each, learned with this learning rate;
+    their rewards mean nothing."""
 
 
 @dataclass(slots=True)

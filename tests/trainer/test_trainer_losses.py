@@ -18,12 +18,15 @@ import torch
 from trainer_episodes import make_batch
 from verl.utils import tensordict_utils as tu
 
-from swarmtune.config import AlgorithmConfig, ConfigError
+from swarmtune.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig
 from swarmtune.trainer.advantages import episode_advantages
 from swarmtune.trainer.batch import Row, build_rows, micro_batches
-from swarmtune.trainer.losses import PolicyObjective, actor_config, check_loss, known_losses
+from swarmtune.trainer.correction import correct_rows
+from swarmtune.trainer.critic import ValueObjective
+from swarmtune.trainer.losses import TEACH, PolicyObjective, actor_config, check_loss, known_losses
 
 LOW, HIGH, CAP = 0.2, 0.28, 3.0
+DRO_BETA = 0.7
 
 
 @dataclass
@@ -46,21 +49,26 @@ def fixed() -> Fixed:
     return Fixed(rows, [p.requires_grad_() for p in logprobs], entropies)
 
 
+def nested(values: list[torch.Tensor], offsets: torch.Tensor) -> torch.Tensor:
+    """As an engine gives them: an entry belongs to the next token, the last of a row to none."""
+    shifted = torch.cat([torch.cat([v[1:], v.new_full((1,), 7.0)]) for v in values])
+    return torch.nested.nested_tensor_from_jagged(shifted, offsets)
+
+
 def objective(fixed: Fixed, *, tokens: int = 10**6, **keys: object) -> tuple[float, dict[str, float]]:
     """Loss of our objective, gradients left on `fixed.logprobs`. An entry belongs to the next token, as veRL has it."""
     algorithm = AlgorithmConfig.model_validate(
-        {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": CAP, **keys}
+        {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": CAP, "dro_beta": DRO_BETA, **keys}
     )
     compute = PolicyObjective(algorithm, actor_config(algorithm))
     total, metrics = 0.0, {}
     for micro in micro_batches(fixed.rows, range(len(fixed.rows)), tokens=tokens, loss_agg=algorithm.loss_agg):
         tu.assign_non_tensor(micro.data, dp_size=1)
 
-        def nested(values: list[torch.Tensor], order: list[int] = micro.rows, data=micro.data) -> torch.Tensor:
-            shifted = torch.cat([torch.cat([values[i][1:], values[i].new_full((1,), 7.0)]) for i in order])
-            return torch.nested.nested_tensor_from_jagged(shifted, data["input_ids"].offsets())
-
-        loss, found = compute({"log_probs": nested(fixed.logprobs), "entropy": nested(fixed.entropies)}, micro.data)
+        offsets = micro.data["input_ids"].offsets()
+        logprobs = nested([fixed.logprobs[i] for i in micro.rows], offsets)
+        entropies = nested([fixed.entropies[i] for i in micro.rows], offsets)
+        loss, found = compute({"log_probs": logprobs, "entropy": entropies}, micro.data)
         loss.backward()
         total += loss.item()
         for name, value in found.items():
@@ -137,6 +145,7 @@ FORMULAS = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "geo_mean": geo_mean,
+    "dro": lambda p, o, a: -(p * a - 0.5 * DRO_BETA * (p - o) ** 2),
 }
 SEES_THE_MICRO_BATCH = {"clip_cov", "kl_cov"}
 """Losses that pick tokens by statistics of the micro-batch they are in, which is veRL's definition of them."""
@@ -282,10 +291,138 @@ def test_unknown_loss_names_the_known_ones():
         check_loss(AlgorithmConfig(policy_loss="vanila"))
 
 
-@pytest.mark.parametrize("name", ["bypass_mode", "dro"])
-def test_loss_that_needs_more_says_what(name: str):
-    with pytest.raises(ConfigError, match="needs"):
-        check_loss(AlgorithmConfig(policy_loss=name))
+def test_bypass_mode_by_name_says_which_key_it_is():
+    with pytest.raises(ConfigError, match=r"rollout_correction\.bypass_mode"):
+        check_loss(AlgorithmConfig(policy_loss="bypass_mode"))
+
+
+def test_dro_without_its_weight_is_refused():
+    with pytest.raises(ConfigError, match="dro_beta"):
+        check_loss(AlgorithmConfig(policy_loss="dro"))
+
+
+BYPASS = {"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": 1.3}
+
+
+@pytest.mark.parametrize("agg", ["episode-mean", "token-mean"])
+@pytest.mark.parametrize("tokens", [40, 10**6])
+@pytest.mark.parametrize("kind", ["ppo_clip", "reinforce"])
+def test_bypass_mode_rejects_by_the_present_policy(fixed: Fixed, kind: str, tokens: int, agg: str):
+    rejects = {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.08}
+    value, metrics = objective(
+        fixed, rollout_correction=BYPASS | rejects | {"loss_type": kind}, tokens=tokens, loss_agg=agg
+    )
+
+    def row_loss(i: int) -> torch.Tensor:
+        row, m = fixed.rows[i], fixed.rows[i].loss_mask
+        p, o, a = fixed.logprobs[i][m], row.rollout_logprobs[m], row.advantages[m]
+        kept = 0.5 * (p - o) ** 2 <= 0.08
+        losses = vanilla(p, o, a) if kind == "ppo_clip" else -a * p * (p - o).exp().clamp(max=1.3).detach()
+        return losses * kept
+
+    assert value == pytest.approx(weighted(fixed, row_loss, agg).item(), rel=1e-4, abs=1e-6)
+    assert 0 < metrics["tokens/rejected"] < metrics["targets"]
+
+
+def test_importance_weights_outside_of_two_bounds_are_zero(fixed: Fixed):
+    _, metrics = objective(fixed, rollout_correction={"rollout_is": "token", "rollout_is_threshold": "0.8_1.25"})
+
+    def row_loss(i: int) -> torch.Tensor:
+        row, m = fixed.rows[i], fixed.rows[i].loss_mask
+        ratio = (fixed.logprobs[i][m] - row.rollout_logprobs[m]).detach().exp()
+        return -row.advantages[m] * torch.where((ratio >= 0.8) & (ratio <= 1.25), ratio, 0.0)
+
+    assert metrics["actor/pg_loss"] == pytest.approx(weighted(fixed, row_loss).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rejects", "bound", "statistic"),
+    [
+        ("token_k1", "0.7_1.4", lambda k: (k >= math.log(0.7)) & (k <= math.log(1.4))),
+        ("token_k3", 0.05, lambda k: (-k).exp() - 1 + k <= 0.05),
+        ("seq_sum_k1", "0.5_2.0", lambda k: (math.log(0.5) <= k.sum()) & (k.sum() <= math.log(2.0))),
+        ("seq_mean_k1", "0.95_1.1", lambda k: (math.log(0.95) <= k.mean()) & (k.mean() <= math.log(1.1))),
+        ("seq_mean_k3", 0.08, lambda k: ((-k).exp() - 1 + k).mean() <= 0.08),
+        ("seq_max_k2", 0.2, lambda k: (0.5 * k**2).max() <= 0.2),
+    ],
+)
+def test_rejection_takes_tokens_or_rows_out_before_the_step(fixed: Fixed, rejects: str, bound, statistic):
+    rows = [replace(r, old_logprobs=p.detach()) for r, p in zip(fixed.rows, fixed.logprobs, strict=True)]
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs=rejects, rollout_rs_threshold=bound)
+    corrected, metrics = correct_rows(rows, config)
+    expected = []
+    for row in rows:
+        k = row.rollout_logprobs[row.loss_mask] - row.old_logprobs[row.loss_mask]
+        mask = row.loss_mask.clone()
+        mask[row.loss_mask] = statistic(k).expand_as(k)
+        if mask.any():
+            expected.append((mask, torch.where(row.loss_mask, (row.old_logprobs - row.rollout_logprobs).exp(), 0)))
+    assert 0 < metrics["tokens/rejected"] < sum(r.targets for r in rows)
+    for row, (mask, weights) in zip(corrected, expected, strict=True):
+        assert torch.equal(row.loss_mask, mask)
+        torch.testing.assert_close(row.importance[mask], weights[mask].clamp(max=2.0))
+
+
+def test_tokens_that_cannot_be_compared_are_rejected_only_with_their_row(fixed: Fixed):
+    rows = [replace(r, old_logprobs=r.rollout_logprobs.clone()) for r in fixed.rows]
+    for row in rows[:2]:
+        row.exact[row.loss_mask.nonzero()[0, 0]] = False
+    rows[1] = replace(rows[1], old_logprobs=rows[1].rollout_logprobs + 1.0)
+    corrected, _ = correct_rows(rows, RolloutCorrectionConfig(rollout_rs="seq_mean_k2", rollout_rs_threshold=0.1))
+    assert len(corrected) == len(rows) - 1
+    assert torch.equal(corrected[0].loss_mask, rows[0].loss_mask)
+    assert float(corrected[0].importance[rows[0].loss_mask][0]) == 1.0
+
+
+def test_normalized_importance_weights_have_mean_one(fixed: Fixed):
+    rows = [replace(r, old_logprobs=p.detach()) for r, p in zip(fixed.rows, fixed.logprobs, strict=True)]
+    corrected, _ = correct_rows(rows, RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True))
+    assert float(torch.cat([r.importance[r.loss_mask] for r in corrected]).mean()) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"rollout_rs": "seq_sum_k9", "rollout_rs_threshold": 1.0}, "seq_sum_k9"),
+        ({"rollout_is_threshold": "wide"}, "wide"),
+        ({"bypass_mode": True, "rollout_is_batch_normalize": True}, "bypass_mode"),
+    ],
+)
+def test_a_correction_that_cannot_be_done_is_refused(keys: dict, told: str):
+    with pytest.raises(ConfigError, match=rf"rollout_correction.*{told}"):
+        check_loss(AlgorithmConfig.model_validate({"rollout_correction": keys}))
+
+
+@pytest.mark.parametrize("tokens", [40, 10**6])
+def test_supervised_loss_is_the_mean_over_the_taught_tokens(fixed: Fixed, tokens: int):
+    algorithm = AlgorithmConfig()
+    compute, total = PolicyObjective(algorithm, actor_config(algorithm)), 0.0
+    for micro in micro_batches(fixed.rows, range(len(fixed.rows)), tokens=tokens):
+        tu.assign_non_tensor(micro.data, dp_size=1, **{TEACH: True})
+        offsets = micro.data["input_ids"].offsets()
+        loss, _ = compute({"log_probs": nested([fixed.logprobs[i] for i in micro.rows], offsets)}, micro.data)
+        total += loss.item()
+    p = torch.cat([x[r.loss_mask] for x, r in zip(fixed.logprobs, fixed.rows, strict=True)])
+    assert total == pytest.approx(-p.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [40, 10**6])
+def test_value_loss_is_clipped_and_the_mean_over_sampled_tokens(fixed: Fixed, tokens: int):
+    generator = torch.Generator().manual_seed(7)
+    old, returns, new = ([torch.randn(len(r.tokens), generator=generator) for r in fixed.rows] for _ in range(3))
+    rows = [replace(r, values=v, returns=g) for r, v, g in zip(fixed.rows, old, returns, strict=True)]
+    total, clipped = 0.0, 0.0
+    for micro in micro_batches(rows, range(len(rows)), tokens=tokens):
+        tu.assign_non_tensor(micro.data, dp_size=1)
+        offsets = micro.data["input_ids"].offsets()
+        loss, metrics = ValueObjective(0.5)({"values": nested([new[i] for i in micro.rows], offsets)}, micro.data)
+        total += loss.item()
+        clipped += metrics["critic/vf_clipfrac"]
+    v, g, o = (torch.cat([x[r.loss_mask] for x, r in zip(part, rows, strict=True)]) for part in (new, returns, old))
+    bounded = torch.maximum(torch.minimum(v, o + 0.5), o - 0.5)
+    expected = 0.5 * torch.maximum((v - g) ** 2, (bounded - g) ** 2)
+    assert total == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert clipped == pytest.approx(float(((bounded - g) ** 2 > (v - g) ** 2).sum()), rel=1e-5)
 
 
 def test_unknown_kl_type_is_refused():

@@ -41,7 +41,7 @@ engines = [EngineRegistry.get_engine_cls(t, "fsdp2").__name__ for t in ("languag
 print(get_device_name(), *engines)
 """
     out = run(code, VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="swarmtune.trainer.cpu_platform")
-    assert out == "cpu SelectiveFSDPEngine FSDPEngineWithValueHead"
+    assert out == "cpu SelectiveFSDPEngine SelectiveValueEngine"
 
 
 def test_importing_the_trainer_resolves_no_platform_and_leaves_the_environment_alone():

@@ -119,7 +119,7 @@ def batch_fields(batch: TrainBatch) -> Frame:
     episodes = []
     for episode in batch.episodes:
         episodes.append(_shallow(episode) | {"samples": [_shallow(sample) for sample in episode.samples]})
-    return {"step": batch.step, "episodes": episodes}
+    return {"step": batch.step, "episodes": episodes, "supervised_lr": batch.supervised_lr}
 
 
 def read_batch(fields: Mapping[str, Any]) -> TrainBatch:
@@ -127,7 +127,7 @@ def read_batch(fields: Mapping[str, Any]) -> TrainBatch:
         FinishedEpisode(**{**episode, "samples": [Sample(**sample) for sample in episode["samples"]]})
         for episode in fields["episodes"]
     ]
-    return TrainBatch(step=fields["step"], episodes=episodes)
+    return TrainBatch(step=fields["step"], episodes=episodes, supervised_lr=fields["supervised_lr"])
 
 
 def error_fields(error: BaseException) -> Frame:

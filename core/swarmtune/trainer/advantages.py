@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimato
 
 from swarmtune.config import BASELINE_METRIC, AlgorithmConfig, ConfigError
 from swarmtune.types import FinishedEpisode
+
+OPTIMAL_BASELINES = {"optimal_token_baseline", "tir_optimal_token_baseline"}
+"""Estimators that weigh tokens by 1 - 2π + Σπ²."""
 
 WITHIN_GROUP = {
     "grpo",
@@ -29,27 +34,17 @@ WITHIN_GROUP = {
     "rloo_vectorized",
     "opo",
     "reinforce_plus_plus_baseline",
+    *OPTIMAL_BASELINES,
 }
 """Estimators whose baseline is the group's."""
 
-NEEDS = {
-    "gae": "a critic, which this trainer does not have",
-    "optimal_token_baseline": "the sum of squared probabilities per token, which this trainer does not compute",
-    "tir_optimal_token_baseline": "the sum of squared probabilities per token, which this trainer does not compute",
-}
-"""Estimators of veRL that cannot be used, and what they lack."""
-
 
 def known_estimators() -> list[str]:
-    return sorted(set(ADV_ESTIMATOR_REGISTRY) - set(NEEDS))
+    return sorted(ADV_ESTIMATOR_REGISTRY)
 
 
 def check_estimator(name: str, repeats: int) -> None:
-    """Raises ConfigError when `name` is unknown, lacks something here, or compares within groups of one."""
-    if name in NEEDS:
-        raise ConfigError(
-            f"algorithm.advantage: {name!r} needs {NEEDS[name]}; take one of {', '.join(known_estimators())}"
-        )
+    """Raises ConfigError when `name` is unknown or compares within groups of one."""
     if name not in ADV_ESTIMATOR_REGISTRY:
         near = difflib.get_close_matches(name, known_estimators(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -61,51 +56,131 @@ def check_estimator(name: str, repeats: int) -> None:
         )
 
 
-def episode_advantages(episodes: list[FinishedEpisode], config: AlgorithmConfig) -> list[torch.Tensor]:
-    """Per episode, the advantage of each of its sampled tokens, row after row: shape (sampled tokens,).
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was computed of the episodes' sampled tokens. Each list has one (sampled tokens,) tensor per episode."""
+
+    computed: Sequence[torch.Tensor]
+    """Boolean: the token is in a row. The others have no context, or were cut off or rejected."""
+    penalties: Sequence[torch.Tensor] | None = None
+    """Taken off each token's reward."""
+    values: Sequence[torch.Tensor] | None = None
+    """The critic's, of the state before each token."""
+    old_logprobs: Sequence[torch.Tensor] | None = None
+    sum_pi_squared: Sequence[torch.Tensor] | None = None
+    importance: Sequence[torch.Tensor] | None = None
+    """Importance weights trainer / engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Per episode, a value for each of its sampled tokens, row after row; 0 for those that were not computed."""
+
+    advantages: list[torch.Tensor]
+    returns: list[torch.Tensor]
+
+
+def episode_advantages(episodes: Sequence[FinishedEpisode], config: AlgorithmConfig) -> list[torch.Tensor]:
+    """Advantages from the rewards alone. Raises as `estimate` does."""
+    return estimate(episodes, [e.reward for e in episodes], config).advantages
+
+
+def estimate(
+    episodes: Sequence[FinishedEpisode],
+    rewards: Sequence[float],
+    config: AlgorithmConfig,
+    facts: Facts | None = None,
+) -> Estimate:
+    """Run the estimator over all episodes.
+
+    An episode that was split into several rows is one trajectory: its computed tokens, row after row in the order of
+    its samples, and the reward at the last of them. For gae that means that the value after a row's last token is that
+    of the state in which the next row begins.
+
+    Args:
+        rewards: per episode.
+        facts: None where the rewards are all the estimator needs.
 
     Raises:
         ValueError: remax without the metric `reward_baseline` on each episode.
     """
+    facts = facts or Facts([torch.ones(e.sampled_tokens, dtype=torch.bool) for e in episodes])
     sizes = Counter(e.task_id for e in episodes)
     alone = config.advantage in WITHIN_GROUP
-    result = [torch.zeros(e.sampled_tokens) for e in episodes]
+    result = Estimate(*([torch.zeros(e.sampled_tokens) for e in episodes] for _ in range(2)))
     scored = [i for i, e in enumerate(episodes) if e.sampled_tokens and not (alone and sizes[e.task_id] < 2)]
-    if sum(episodes[i].sampled_tokens for i in scored) < 2:
+    if sum(int(facts.computed[i].sum()) for i in scored) < 2:
         return result
-    advantages, mask = _estimate([episodes[i] for i in scored], config)
-    for i, row, kept in zip(scored, advantages, mask.bool(), strict=True):
-        result[i] = row[kept].float()
+    columns = _Columns([facts.computed[i] for i in scored])
+    advantages, returns = _run(
+        config,
+        columns,
+        token_level_rewards=columns.at_end([rewards[i] for i in scored]) - columns.of(facts.penalties, scored, 0.0),
+        index=np.array([episodes[i].task_id for i in scored], dtype=object),
+        values=columns.of(facts.values, scored),
+        old_log_probs=columns.of(facts.old_logprobs, scored),
+        sum_pi_squared=columns.of(facts.sum_pi_squared, scored),
+        rollout_is_weights=columns.of(facts.importance, scored),
+        reward_baselines=torch.tensor(_baselines([episodes[i] for i in scored]))
+        if config.advantage == "remax"
+        else None,
+    )
+    for position, i in enumerate(scored):
+        kept = columns.mask[position].bool()
+        result.advantages[i][facts.computed[i]] = advantages[position][kept].float()
+        result.returns[i][facts.computed[i]] = returns[position][kept].float()
     return result
 
 
-def _estimate(episodes: list[FinishedEpisode], config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and mask, (E, longest) each, of veRL's estimator."""
-    lengths = torch.tensor([e.sampled_tokens for e in episodes])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    rewards = torch.zeros_like(mask)
-    rewards[torch.arange(len(episodes)), lengths - 1] = torch.tensor([e.reward for e in episodes])
-    given = {
-        "token_level_rewards": rewards,
-        "response_mask": mask,
-        "index": np.array([e.task_id for e in episodes], dtype=object),
+class _Columns:
+    """Computed tokens of E episodes as (E, longest) tensors.
+
+    An episode without any has a masked place that holds its reward: it still counts in its group.
+    """
+
+    def __init__(self, computed: Sequence[torch.Tensor]) -> None:
+        self._computed = computed
+        self._lengths = torch.tensor([int(c.sum()) for c in computed])
+        self.mask = (torch.arange(int(self._lengths.max())) < self._lengths[:, None]).float()
+
+    def at_end(self, rewards: Sequence[float]) -> torch.Tensor:
+        placed = torch.zeros_like(self.mask)
+        placed[torch.arange(len(rewards)), (self._lengths - 1).clamp(min=0)] = torch.tensor(rewards)
+        return placed
+
+    def of(
+        self, facts: Sequence[torch.Tensor] | None, scored: Sequence[int], absent: float | None = None
+    ) -> torch.Tensor | float | None:
+        """The facts of the scored episodes in columns; `absent` where there are none."""
+        if facts is None:
+            return absent
+        placed = torch.zeros_like(self.mask)
+        for position, (i, computed) in enumerate(zip(scored, self._computed, strict=True)):
+            placed[position, : int(computed.sum())] = facts[i][computed]
+        return placed
+
+
+def _run(config: AlgorithmConfig, columns: _Columns, **given: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, (E, longest) each, of veRL's estimator; it gets what it takes of `given`."""
+    settings = AlgoConfig(
+        gamma=config.gamma,
+        lam=config.lam,
+        adv_estimator=config.advantage,
+        norm_adv_by_std_in_grpo=config.norm_adv_by_std,
+    )
+    given |= {
+        "response_mask": columns.mask,
         "norm_adv_by_std_in_grpo": config.norm_adv_by_std,
-        "config": AlgoConfig(
-            gamma=config.gamma,
-            lam=config.lam,
-            adv_estimator=config.advantage,
-            norm_adv_by_std_in_grpo=config.norm_adv_by_std,
-        ),
+        "config": settings,
+        "gamma": config.gamma,
+        "lam": config.lam,
     }
-    if config.advantage == "remax":
-        given["reward_baselines"] = torch.tensor(_baselines(episodes))
     estimator = get_adv_estimator_fn(config.advantage)
     takes = inspect.signature(estimator).parameters
-    advantages, _ = estimator(**{name: value for name, value in given.items() if name in takes})
-    return advantages, mask
+    return estimator(**{name: value for name, value in given.items() if name in takes and value is not None})
 
 
-def _baselines(episodes: list[FinishedEpisode]) -> list[float]:
+def _baselines(episodes: Sequence[FinishedEpisode]) -> list[float]:
     missing = [e.episode_id for e in episodes if BASELINE_METRIC not in e.metrics]
     if missing:
         raise ValueError(

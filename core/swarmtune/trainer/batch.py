@@ -41,8 +41,10 @@ class Row:
     sources: torch.Tensor
     """Integer: which of its episode's sampled tokens each token under the mask is, counted row after row."""
     temperature: float
+    own_logprobs: torch.Tensor | None = None
+    """The policy's before the first optimizer step, where they were computed."""
     old_logprobs: torch.Tensor | None = None
-    """Our own log-probabilities before the first optimizer step, where they were computed."""
+    """What the losses' ratio is taken against, where that was settled before the first optimizer step."""
     ref_logprobs: torch.Tensor | None = None
     importance: torch.Tensor | None = None
     """Importance weights that are fixed for the update."""

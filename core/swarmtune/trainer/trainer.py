@@ -1,9 +1,9 @@
-"""The trainer: one batch of finished episodes in, one policy update with veRL out.
+"""The trainer: one batch of finished episodes in, one update of policy and critic with veRL out.
 
-Owns the master weights (fp32), the optimizer and the step number of one model. `update` either finishes or leaves
-weights, optimizer and step as they were before it; where it cannot (an error after the first of several optimizer
-steps) it raises HalfUpdated and refuses further updates and saves. Knows nothing of HTTP, pools or engines: `weights`
-hands the tensors out. Every method blocks; one thread at a time.
+Owns the master weights (fp32), the optimizers and the step number of one model, and with gae of its critic. `update`
+either finishes or leaves weights, optimizers and step as they were before it; where it cannot (an error after the first
+of several optimizer steps) it raises HalfUpdated and refuses further updates and saves. Knows nothing of HTTP, pools or
+engines: `weights` hands the tensors out. Every method blocks; one thread at a time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +23,37 @@ from verl.utils import tensordict_utils as tu
 from swarmtune.config import ConfigError, TrainConfig
 from swarmtune.trainer import checkpoint
 from swarmtune.trainer.adapter import write_adapter
-from swarmtune.trainer.advantages import check_estimator, episode_advantages
-from swarmtune.trainer.batch import MicroBatch, Row, build_rows, micro_batches, split_by_episode
-from swarmtune.trainer.losses import PolicyObjective, actor_config, check_loss
+from swarmtune.trainer.advantages import check_estimator
+from swarmtune.trainer.batch import MicroBatch, Row, Rows, build_rows, micro_batches, split_by_episode
+from swarmtune.trainer.critic import build_critic, critic_lr_at
+from swarmtune.trainer.losses import TEACH, PolicyObjective, actor_config, check_loss
+from swarmtune.trainer.metrics import (
+    Tally,
+    batch_metrics,
+    critic_metrics,
+    judged_metrics,
+    optimizer_metrics,
+    policy_metrics,
+    row_metrics,
+)
+from swarmtune.trainer.prepare import needs_reference, prepare
 from swarmtune.trainer.schedule import lr_at
 from swarmtune.trainer.tracking import Tracker
 from swarmtune.trainer.worker import Workers, WorkersLost, build_worker, shares_prefixes
-from swarmtune.types import FinishedEpisode, TrainBatch
+from swarmtune.types import TrainBatch
 
 log = logging.getLogger(__name__)
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: fp32 weight and two moments."""
+EARLIER = {"ranks": 1, "critic": None}
+"""What is true of a checkpoint that does not say it."""
+CRITIC = "critic"
+"""Folder of the critic's files in a checkpoint."""
 
 
 class HalfUpdated(RuntimeError):
     """The update failed after an optimizer step: the weights are no step's weights. Start from the last checkpoint."""
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over one update."""
-
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    grad_norms: list[float] = field(default_factory=list)
-    """Of the optimizer steps that were taken."""
-    skipped: int = 0
-    """Optimizer steps not taken because the gradient was not finite."""
-    computed_tokens: int = 0
-    diffs: list[torch.Tensor] = field(default_factory=list)
-    """Pairs (2, n) of rollout and trainer log-probabilities, before the first optimizer step."""
-
-    def per_token(self, name: str, by: str = "targets") -> float:
-        return self.sums[name] / max(1.0, self.sums[by])
 
 
 class Trainer:
@@ -79,6 +76,11 @@ class Trainer:
         self._step = 0
         self._worker: Workers | None = None
         self._reference: Workers | None = None
+        self._critic: Workers | None = None
+        self._kl_coef = config.algorithm.kl_in_reward.kl_coef if config.algorithm.kl_in_reward else None
+        """The next step's; `adaptive` moves it."""
+        self._taken = 0
+        """Optimizer steps of the update under way."""
         self._tracker: Tracker | None = None
         self._broken = False
 
@@ -105,17 +107,29 @@ class Trainer:
         algorithm = self._config.algorithm
         worker.set_loss_fn(PolicyObjective(algorithm, actor_config(algorithm)))
         self._worker = worker
+        if self._config.critic is not None:
+            self._critic = build_critic(self._config, self._model_path, work_dir=self._work_dir)
         if state is not None and resume is not None:
-            self._check_same_model(state, resume)
-            worker.load_checkpoint(resume)
-            self._step = int(state["step"])
-        if algorithm.kl_coef > 0 and self._config.lora is None:
+            self._load(resume, state)
+        if needs_reference(algorithm) and self._config.lora is None:
             self._reference = build_worker(self._config, self._model_path, trained=False, work_dir=self._work_dir)
         self._tracker = Tracker(self._config, self._work_dir)
         return self._step
 
+    def _load(self, resume: Path, state: dict[str, Any]) -> None:
+        self._check_same_model(state, resume)
+        # The critic first: each brings its random state, and the policy's is the one that goes on.
+        if self._critic is not None:
+            self._critic.load_checkpoint(resume / CRITIC)
+        self._model.load_checkpoint(resume)
+        self._step = int(state["step"])
+        self._kl_coef = state.get("kl_coef", self._kl_coef)
+
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train on `batch`; afterwards `step == batch.step`. Metrics carry veRL's names.
+
+        A batch with `supervised_lr` holds given conversations: the tokens under their masks are learned with veRL's
+        supervised loss, reported as `sft/loss`, in one optimizer step; the critic stays as it is.
 
         A batch from which nothing can be learned (every advantage 0, and neither KL nor entropy in the loss) leaves
         weights and optimizer untouched and reports `actor/skipped_zero_advantage`. A gradient that is not finite is not
@@ -129,29 +143,49 @@ class Trainer:
         if not batch.episodes:
             raise ValueError(f"step {batch.step}: a batch without episodes")
         began = time.perf_counter()
-        advantages = episode_advantages(batch.episodes, self._config.algorithm)
-        built = build_rows(batch.episodes, advantages, max_length=self._context_length())
-        metrics = _batch_metrics(batch.episodes, built.rows)
+        built = build_rows(batch.episodes, max_length=self._context_length())
+        metrics = self._teach(batch, built) if batch.supervised_lr is not None else self._reinforce(batch, built)
         metrics["tokens/no_context"] = built.no_context
         metrics["tokens/over_context"] = built.over_context
-        nothing = not built.rows or not (
-            self._learns_without_advantage() or any(r.advantages.any() for r in built.rows)
-        )
-        metrics["actor/skipped_zero_advantage"] = float(nothing)
-        metrics["actor/lr"] = lr_at(batch.step, self._config.optim)
-        prepared = time.perf_counter()
-        tally = _Tally()
-        if not nothing:
-            self._train(built.rows, batch.step, tally)
-            metrics |= _tally_metrics(tally, self._config)
         self._step = batch.step
-        ended = time.perf_counter()
-        metrics |= {
-            "s/prepare": prepared - began,
-            "s/update": ended - began,
-            "perf/tokens_per_s": metrics["tokens"] / max(1e-9, ended - began),
-        }
+        metrics["s/update"] = seconds = time.perf_counter() - began
+        metrics["perf/tokens_per_s"] = metrics["tokens"] / max(1e-9, seconds)
         return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+    def _reinforce(self, batch: TrainBatch, built: Rows) -> dict[str, float]:
+        """One step of reinforcement learning."""
+        began = time.perf_counter()
+        metrics = batch_metrics(batch.episodes, built.rows)
+        with self._all_or_nothing(batch.step):
+            prepared = prepare(batch.episodes, built.rows, self._config.algorithm, self, self._kl_coef)
+            metrics |= prepared.metrics | judged_metrics(prepared.rows)
+            metrics["s/prepare"] = time.perf_counter() - began
+            if self._critic is not None and prepared.rows:
+                metrics |= self._train_critic(prepared.rows, batch.step)
+            warms_up = self._config.critic is not None and batch.step <= self._config.critic.warmup_steps
+            metrics["actor/lr"] = lr_at(batch.step, self._config.optim)
+            metrics["actor/skipped_zero_advantage"] = float(prepared.nothing)
+            metrics["actor/skipped_critic_warmup"] = float(warms_up)
+            if not prepared.nothing and not warms_up:
+                metrics |= self._train_policy(prepared.rows, batch.step)
+        self._kl_coef = prepared.kl_coef
+        return metrics
+
+    def _teach(self, batch: TrainBatch, built: Rows) -> dict[str, float]:
+        """One supervised step on given conversations."""
+        assert batch.supervised_lr is not None
+        metrics = row_metrics(built.rows) | {"actor/lr": batch.supervised_lr}
+        if not built.rows:
+            raise ValueError(f"step {batch.step}: no conversation has a token to learn within the model's context")
+        tally = Tally()
+        with self._all_or_nothing(batch.step):
+            micros = self._micro_batches(self._model, built.rows, range(len(built.rows)), loss_agg="token-mean")
+            for micro in micros:
+                tu.assign_non_tensor(micro.data, **{TEACH: True})
+            self._accumulate(self._model, micros, tally)
+            self._take_step(self._model, self._policy_settings(batch.supervised_lr), tally)
+        metrics["sft/loss"] = tally.sums["loss"]
+        return metrics | {"tokens/computed": tally.computed_tokens} | optimizer_metrics("actor", tally)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Current weights by Hugging Face name, fp32, adapters merged.
@@ -181,13 +215,18 @@ class Trainer:
         self._check_whole()
         model = self._model
         needed = model.sizes.trained * BYTES_PER_PARAMETER + model.sizes.frozen * 4
-        state = {"step": self._step, "model": self._fingerprint()}
-        checkpoint.write(
-            path,
-            state,
-            lambda folder: model.save_checkpoint(folder, self._step),
-            needed_bytes=int(needed * 1.05) + (16 << 20),
-        )
+        if self._critic is not None:
+            needed += self._critic.sizes.trained * BYTES_PER_PARAMETER
+        state: dict[str, Any] = {"step": self._step, "model": self._fingerprint()}
+        if self._kl_coef is not None:
+            state["kl_coef"] = self._kl_coef
+        checkpoint.write(path, state, self._save_models, needed_bytes=int(needed * 1.05) + (16 << 20))
+
+    def _save_models(self, folder: Path) -> None:
+        self._model.save_checkpoint(folder, self._step)
+        if self._critic is not None:
+            (folder / CRITIC).mkdir()
+            self._critic.save_checkpoint(folder / CRITIC, self._step)
 
     def track(self, metrics: dict[str, float], step: int) -> None:
         """Send a step's metrics to the configured tracking backends (TensorBoard, W&B, SwanLab, console)."""
@@ -198,10 +237,10 @@ class Trainer:
         """Finish tracking and release the model. Idempotent."""
         if self._tracker is not None:
             self._tracker.close()
-        for workers in (self._worker, self._reference):
+        for workers in (self._worker, self._reference, self._critic):
             if workers is not None:
                 workers.close()
-        self._tracker = self._worker = self._reference = None
+        self._tracker = self._worker = self._reference = self._critic = None
 
     @property
     def _model(self) -> Workers:
@@ -216,9 +255,6 @@ class Trainer:
     def _context_length(self) -> int | None:
         return getattr(self._model.hf_config, "max_position_embeddings", None)
 
-    def _learns_without_advantage(self) -> bool:
-        return self._config.algorithm.kl_coef > 0 or self._config.algorithm.entropy_coef > 0
-
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be loaded."""
         lora = self._config.lora
@@ -227,189 +263,151 @@ class Trainer:
             "parameters": self.parameters,
             "lora": lora.model_dump() if lora else None,
             "ranks": self._model.ranks,
+            "critic": self._critic.sizes.parameters if self._critic is not None else None,
         }
 
     def _check_same_model(self, state: dict[str, Any], resume: Path) -> None:
-        mine = self._fingerprint()
-        other = {k: v for k, v in state["model"].items() if v != mine[k]}
+        mine, found = self._fingerprint(), state["model"]
+        other = [name for name, value in mine.items() if found.get(name, EARLIER.get(name)) != value]
         if other:
-            told = "; ".join(f"{k}: checkpoint {v}, configuration {mine[k]}" for k, v in other.items())
+            told = "; ".join(f"{name}: checkpoint {found.get(name)}, configuration {mine[name]}" for name in other)
             raise ConfigError(
-                f"{resume}: the checkpoint is of another model ({told}); resume with the same model, lora and ray.processes"
+                f"{resume}: the checkpoint is of another model ({told}); resume with the same model, lora and "
+                "ray.processes"
             )
 
-    def _micro_batches(self, rows: list[Row], indices: Iterable[int]) -> list[MicroBatch]:
+    # Passes.
+
+    def _micro_batches(
+        self, model: Workers, rows: Sequence[Row], indices: Iterable[int], *, loss_agg: str | None = None
+    ) -> list[MicroBatch]:
         return micro_batches(
             rows,
             list(indices),
             tokens=self._config.trainer.tokens_per_micro_batch,
-            loss_agg=self._config.algorithm.loss_agg,
-            share_prefixes=shares_prefixes(self._model.hf_config),
+            loss_agg=loss_agg or self._config.algorithm.loss_agg,
+            share_prefixes=shares_prefixes(model.hf_config),
             entropy_grad=self._config.algorithm.entropy_coef > 0,
-            ranks=self._model.ranks,
+            ranks=model.ranks,
         )
 
-    def _train(self, rows: list[Row], step: int, tally: _Tally) -> None:
-        """All optimizer steps of one update."""
-        algorithm = self._config.algorithm
-        rng = np.random.default_rng([self._config.seed, step])
-        taken = 0
+    @contextmanager
+    def _all_or_nothing(self, step: int) -> Iterator[None]:
+        """An error in the block leaves the weights as they were, or marks them as no step's."""
+        self._taken = 0
         try:
-            rows = self._with_fixed_logprobs(rows)
-            for _ in range(algorithm.epochs):
-                for indices in split_by_episode(rows, algorithm.mini_batches, rng):
-                    self._accumulate(rows, indices, tally, before_first_step=taken == 0)
-                    self._take_step(step, tally)
-                    taken += 1
+            yield
         except WorkersLost as error:
             self._broken = True
             raise HalfUpdated(f"step {step}: {error}") from error
         except BaseException as error:
-            self._model.optimizer_zero_grad()
-            if taken:
+            for model in (self._model, self._critic):
+                if model is not None:
+                    model.optimizer_zero_grad()
+            if self._taken:
                 self._broken = True
-                raise HalfUpdated(f"step {step}: failed after {taken} optimizer steps: {error}") from error
+                raise HalfUpdated(f"step {step}: failed after {self._taken} optimizer steps: {error}") from error
             raise
 
-    def _accumulate(self, rows: list[Row], indices: list[int], tally: _Tally, *, before_first_step: bool) -> None:
-        """Gradients of one mini-batch."""
-        model = self._model
+    def _train_policy(self, rows: list[Row], step: int) -> dict[str, float]:
+        """All optimizer steps of the policy."""
+        algorithm, tally = self._config.algorithm, Tally()
+        rng = np.random.default_rng([self._config.seed, step])
+        settings = self._policy_settings(lr_at(step, self._config.optim))
+        for _ in range(algorithm.epochs):
+            for indices in split_by_episode(rows, algorithm.mini_batches, rng):
+                micros = self._micro_batches(self._model, rows, indices)
+                self._accumulate(self._model, micros, tally, compared=rows if tally.steps == 0 else None)
+                self._take_step(self._model, settings, tally)
+        return policy_metrics(tally, self._config) | {"tokens/computed": tally.computed_tokens}
+
+    def _train_critic(self, rows: list[Row], step: int) -> dict[str, float]:
+        """All optimizer steps of the critic."""
+        assert self._critic is not None and self._config.critic is not None
+        config, tally = self._config.critic, Tally()
+        rng = np.random.default_rng([self._config.seed, step, 1])
+        lr = critic_lr_at(step, config)
+        for _ in range(config.epochs):
+            for indices in split_by_episode(rows, config.mini_batches, rng):
+                micros = self._micro_batches(self._critic, rows, indices, loss_agg="token-mean")
+                self._accumulate(self._critic, micros, tally)
+                self._take_step(
+                    self._critic, {"lr": lr, "weight_decay": config.weight_decay, "betas": config.betas}, tally
+                )
+        return critic_metrics(tally) | {"critic/lr": lr}
+
+    def _accumulate(
+        self, model: Workers, micros: Sequence[MicroBatch], tally: Tally, *, compared: Sequence[Row] | None = None
+    ) -> None:
+        """Gradients of one mini-batch. `compared`: all rows, where their log-probabilities are held against the
+        rollout's."""
         model.optimizer_zero_grad()
-        micros = self._micro_batches(rows, indices)
         outputs = model.forward_backward([micro.data for micro in micros])
         for number, (micro, output) in enumerate(zip(micros, outputs, strict=True)):
             if number % model.ranks == 0:
-                for name, value in tu.get(output, "metrics").items():
-                    if name in _SUMMED or name.startswith(("actor/pg_", "actor/ppo_")):
-                        tally.sums[name] += float(np.sum(value))
+                tally.add(output)
             tally.computed_tokens += micro.computed_tokens
-            if before_first_step and micro.rows:
-                tally.diffs += _comparable([rows[i] for i in micro.rows], output["log_probs"])
+            if compared is not None and micro.rows:
+                tally.diffs += _comparable([compared[i] for i in micro.rows], output["log_probs"])
 
-    def _take_step(self, step: int, tally: _Tally) -> None:
+    def _policy_settings(self, lr: float) -> dict[str, Any]:
+        """All of them each time: a loaded optimizer brings the settings it was saved with."""
         optim = self._config.optim
-        # All of them each time: a loaded optimizer brings the settings it was saved with.
-        settings = {"lr": lr_at(step, optim), "weight_decay": optim.weight_decay, "betas": optim.betas}
-        norm = self._model.optimizer_step(settings)
+        return {"lr": lr, "weight_decay": optim.weight_decay, "betas": optim.betas}
+
+    def _take_step(self, model: Workers, settings: dict[str, Any], tally: Tally) -> None:
+        norm = model.optimizer_step(settings)
+        self._taken += 1
         if math.isfinite(norm):
             tally.grad_norms.append(norm)
         else:
             tally.skipped += 1
-            log.warning("gradient not finite, optimizer step skipped", extra={"step": step})
+            log.warning("gradient not finite, optimizer step skipped", extra={"step": self._step + 1})
 
-    def _with_fixed_logprobs(self, rows: list[Row]) -> list[Row]:
-        """Rows with the log-probabilities that stay fixed during the update: the reference's, and our own old ones.
+    # What `prepare` asks.
 
-        Our own are computed only where several optimizer steps need a point of comparison that the rollout does not
-        give; with a single step they are those of the step's own forward pass.
+    def logprobs(self, rows: Sequence[Row], *, reference: bool = False) -> list[torch.Tensor]:
+        """Per row (T,) log-probabilities of its tokens under the mask, 0 elsewhere; without gradient.
+
+        `reference`: of the start model, which with LoRA is the model without its adapter.
         """
-        algorithm = self._config.algorithm
-        if algorithm.kl_coef > 0:
-            values = self._logprobs(rows, reference=True)
-            rows = [replace(row, ref_logprobs=v) for row, v in zip(rows, values, strict=True)]
-        if algorithm.epochs * algorithm.mini_batches == 1:
-            return rows
-        corrected = algorithm.rollout_correction is not None
-        if not corrected and all(bool(row.exact[row.loss_mask].all()) for row in rows):
-            return rows
-        values = self._logprobs(rows, reference=False)
-        return [
-            replace(row, old_logprobs=v if corrected else torch.where(row.exact, row.rollout_logprobs, v))
-            for row, v in zip(rows, values, strict=True)
-        ]
+        if reference and self._reference is not None:
+            return self._infer(self._reference, rows, "log_probs")
+        return self._infer(self._model, rows, "log_probs", no_lora_adapter=reference)
 
-    def _logprobs(self, rows: list[Row], *, reference: bool) -> list[torch.Tensor]:
-        """Per row (T,) log-probabilities of its tokens under the mask, 0 elsewhere; without gradient."""
-        worker = self._reference if reference and self._reference is not None else self._model
-        values: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        micros = self._micro_batches(rows, range(len(rows)))
+    def sums_of_squares(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Per row (T,) sums of squared probabilities over the vocabulary, 0 off the mask; without gradient."""
+        return self._infer(self._model, rows, "sum_pi_squared", calculate_sum_pi_squared=True)
+
+    def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Per row (T,) the critic's values of the state before each token, 0 off the mask; without gradient."""
+        assert self._critic is not None
+        return self._infer(self._critic, rows, "values")
+
+    def _infer(self, model: Workers, rows: Sequence[Row], name: str, **asked: bool) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        if not rows:
+            return found
+        micros = self._micro_batches(model, rows, range(len(rows)))
         for micro in micros:
-            tu.assign_non_tensor(micro.data, compute_loss=False, no_lora_adapter=reference and self._reference is None)
-        outputs = worker.infer_batch([micro.data for micro in micros])
+            tu.assign_non_tensor(micro.data, compute_loss=False, **asked)
+        outputs = model.infer_batch([micro.data for micro in micros])
         for micro, output in zip(micros, outputs, strict=True):
-            if not micro.rows:
-                continue
-            for i, logprobs in zip(micro.rows, output["log_probs"].unbind(), strict=True):
-                values[i] = _shift(logprobs)
-        return values
+            if micro.rows:
+                for i, values in zip(micro.rows, output[name].unbind(), strict=True):
+                    found[i] = _shift(values)
+        return found
 
 
-_SUMMED = {
-    "loss",
-    "targets",
-    "comparable",
-    "actor/entropy",
-    "actor/kl_loss",
-    "rollout_corr/rollout_is_mean",
-}
-
-
-def _shift(logprobs: torch.Tensor) -> torch.Tensor:
+def _shift(values: torch.Tensor) -> torch.Tensor:
     """(T,) entries belonging to the next token → entries belonging to their own; the first is 0."""
-    return torch.cat([logprobs.new_zeros(1), logprobs[:-1]]).float()
+    return torch.cat([values.new_zeros(1), values[:-1]]).float()
 
 
-def _comparable(rows: list[Row], log_probs: torch.Tensor) -> list[torch.Tensor]:
+def _comparable(rows: Sequence[Row], log_probs: torch.Tensor) -> list[torch.Tensor]:
     """Per row (2, n): rollout and trainer log-probabilities of the tokens sampled in exactly this context."""
     pairs = []
     for row, values in zip(rows, log_probs.unbind(), strict=True):
         kept = row.loss_mask & row.exact
         pairs.append(torch.stack([row.rollout_logprobs[kept], _shift(values)[kept]]))
     return pairs
-
-
-def _batch_metrics(episodes: list[FinishedEpisode], rows: list[Row]) -> dict[str, float]:
-    rewards = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
-    advantages = torch.cat([row.advantages[row.loss_mask] for row in rows]) if rows else torch.zeros(1)
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(unbiased=False)),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        "critic/advantages/mean": float(advantages.mean()),
-        "critic/advantages/min": float(advantages.min()),
-        "critic/advantages/max": float(advantages.max()),
-        "episodes": len(episodes),
-        "tasks": len({e.task_id for e in episodes}),
-        "rows": len(rows),
-        "tokens": sum(len(row.tokens) for row in rows),
-        "tokens/sampled": sum(row.targets for row in rows),
-    }
-
-
-def _tally_metrics(tally: _Tally, config: TrainConfig) -> dict[str, float]:
-    steps = len(tally.grad_norms) + tally.skipped
-    algorithm = config.algorithm
-    metrics = {
-        "actor/pg_loss": tally.sums["actor/pg_loss"] / steps,
-        "actor/loss": tally.sums["loss"] / steps,
-        "actor/entropy": tally.per_token("actor/entropy"),
-        "actor/skipped_non_finite": tally.skipped,
-        "actor/optimizer_steps": len(tally.grad_norms),
-        "tokens/computed": tally.computed_tokens,
-    }
-    if tally.grad_norms:
-        metrics["actor/grad_norm"] = sum(tally.grad_norms) / len(tally.grad_norms)
-    for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
-        if name in tally.sums:
-            metrics[name] = tally.per_token(name)
-    if algorithm.kl_coef > 0:
-        metrics["actor/kl_loss"] = tally.sums["actor/kl_loss"] / steps
-        metrics["actor/kl_coef"] = algorithm.kl_coef
-    if algorithm.rollout_correction is not None:
-        metrics["rollout_corr/rollout_is_mean"] = tally.per_token("rollout_corr/rollout_is_mean", "comparable")
-    return metrics | _mismatch(tally.diffs)
-
-
-def _mismatch(pairs: list[torch.Tensor]) -> dict[str, float]:
-    """How far engine and trainer are apart on the sampled tokens, as log-probability and as probability."""
-    both = torch.cat(pairs, dim=1) if pairs else torch.zeros(2, 0)
-    if not both.shape[1]:
-        return {}
-    logprobs, probs = (both[0] - both[1]).abs(), (both[0].exp() - both[1].exp()).abs()
-    return {
-        "training/rollout_logprobs_diff_mean": float(logprobs.mean()),
-        "training/rollout_logprobs_diff_max": float(logprobs.max()),
-        "training/rollout_probs_diff_mean": float(probs.mean()),
-        "training/rollout_probs_diff_max": float(probs.max()),
-    }
