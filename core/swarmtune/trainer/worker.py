@@ -196,15 +196,20 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True,
         ConfigError: `ray`: no such cluster, or too few processors.
     """
     cpu_platform.activate()
+    return start_workers(config, worker_config(config, model_path, trained=trained), work_dir=work_dir)
+
+
+def start_workers(config: TrainConfig, verl_config: Any, *, work_dir: Path) -> Workers:
+    """The model that veRL's TrainingWorkerConfig describes, here or over Ray. Raises as `build_worker` does."""
     if config.ray is not None:
         from swarmtune.trainer.ray_workers import RayWorkers
 
-        return RayWorkers(config, worker_config(config, model_path, trained=trained), work_dir=work_dir)
+        return RayWorkers(config, verl_config, work_dir=work_dir)
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     ensure_process_group()
     with environment(WORLD_OF_ONE):
-        worker = TinkerTrainingWorker(worker_config(config, model_path, trained=trained))
+        worker = TinkerTrainingWorker(verl_config)
         worker.reset()
     return InProcess(worker)
 
