@@ -40,7 +40,7 @@ MOST_OUTPUT = 8_000_000
 """Bytes a child may print before it is ended."""
 SHOWN_OUTPUT = 400
 """Characters of what it printed that a sentence quotes."""
-TOTAL = 20
+TOTAL = 40
 """A whole child may take so many times the limit of one episode."""
 
 

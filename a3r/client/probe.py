@@ -36,7 +36,7 @@ from swarmtune.rollout import episode_seed, task_id_of
 REPLAYED = 8
 """Episodes played again with the same seed and the same answers."""
 SEEDS = (0, 1, 2)
-SHOWN_TURNS, SHOWN_CHARACTERS = 12, 600
+SHOWN_TURNS, SHOWN_CHARACTERS, SHOWN_STUBS = 12, 600, 3
 _BASELINE, _GOOD = "random baseline", "good answers"
 
 
@@ -243,7 +243,8 @@ class Checks:
         won = [(stub, result) for stub in found if (result := self._compare(stub, len(found))).wins]
         if won:
             stub, result = max(won, key=lambda pair: pair[1].edge)
-            names = "; ".join(f"{stub.name}: {words(result)}" for stub, result in won)
+            worst = sorted(won, key=lambda pair: -pair[1].edge)[:SHOWN_STUBS]
+            names = "; ".join(f"{stub.name}: {words(result)}" for stub, result in worst)
             raise Failed(
                 f"the reward is won without understanding ({names}): make such answers earn no more than random ones",
                 transcript=self._transcript(stub, result),
