@@ -473,6 +473,7 @@ class AsyncSwarmClient:
             sampling=dict(sampling or {}),
             seed=seed,
             lease_s=lease_s,
+            heartbeats=True,
             evaluation_id=evaluation_id,
             claim_id=uuid.uuid4().hex,
             wait_s=_CLAIM_WAIT_S if wait_s is None else min(wait_s, _CLAIM_WAIT_S),

@@ -91,6 +91,9 @@ class BatchingConfig(_Part):
     """A registered client without a heartbeat for this long no longer counts."""
     episode_lease_s: float = Field(default=900.0, gt=0.0)
     """An episode with neither a call nor a heartbeat for this long expires."""
+    heartbeat_lease_s: float = Field(default=60.0, gt=0.0)
+    """The same where the claim promised heartbeats, as SwarmClient's do: a client that was killed frees its places so
+    soon. The shorter of the two counts."""
     max_open_episodes: int = Field(default=512, ge=1)
 
 

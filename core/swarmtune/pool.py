@@ -8,6 +8,7 @@ follows from what the batch still needs. Knows nothing of HTTP, disks or wall-cl
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class DropReason(StrEnum):
     """nonzero_variance_task_count: all rewards of its complete task are equal."""
     STALE = "stale"
     """It waited for more than max_staleness weight versions."""
+    UPDATE_FAILED = "update_failed"
+    """The update of its batch raised; the step's warning has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ class _Group:
     entries: list[_Entry] = field(default_factory=list)
     complete_seq: int | None = None
     """The admission that made it complete; None while it is not."""
-    last_admitted: float = 0.0
-    """Clock seconds."""
+    last_admitted: float = -math.inf
+    """Clock seconds; -inf when all of it was there before a restart."""
 
     @property
     def rewards_differ(self) -> bool:
@@ -92,8 +95,10 @@ class _Group:
 PATIENCE_UNKNOWN_S = 120.0
 PATIENCE_LEAST_S = 30.0
 PATIENCE_FACTOR = 4.0
+PATIENCE_IDLE_S = 5.0
 """A task holds a place in the batch while something of it was claimed or finished within the patience: this many times
-the usual duration of an episode, at least PATIENCE_LEAST_S; PATIENCE_UNKNOWN_S before the first episode has ended."""
+the usual duration of an episode, at least PATIENCE_LEAST_S; PATIENCE_UNKNOWN_S before the first episode has ended.
+PATIENCE_IDLE_S while no episode is open at all: whoever began the tasks has gone, and a claim would wait for nobody."""
 
 RECENT_ADMISSIONS = 64
 """How many admissions the rate, and so the ETA, is taken from."""
@@ -148,8 +153,16 @@ class SamplePool:
         """Judge, then take it into the pool. An episode id that is here already is a ValueError."""
         return self.judge(episode, weight_version=weight_version) or self.add(episode)
 
+    def restore(self, episode: FinishedEpisode) -> None:
+        """Take in what was in the pool of a server that was restarted. Whether anybody goes on with its task is not
+        known: until somebody does, an incomplete one holds no place in the batch."""
+        self._take_in(episode, now=None)
+
     def add(self, episode: FinishedEpisode) -> Admitted:
-        """Take in what was judged before: what follows a journal write, and a restart."""
+        """Take in what was judged before, after a journal write."""
+        return self._take_in(episode, now=self._clock())
+
+    def _take_in(self, episode: FinishedEpisode, *, now: float | None) -> Admitted:
         if episode.episode_id in self._pooled:
             raise ValueError(f"episode {episode.episode_id} is in the pool already")
         entry = _Entry(self._next_seq, episode)
@@ -157,8 +170,9 @@ class SamplePool:
         self._next_seq += 1
         self._pooled[episode.episode_id] = entry
         group.entries.append(entry)
-        group.last_admitted = self._clock()
-        self._admitted_at.append(group.last_admitted)
+        if now is not None:
+            group.last_admitted = now
+            self._admitted_at.append(now)
         if group.complete_seq is None and len(group.entries) >= self._repeats:
             return self._complete(group)
         return Admitted()
@@ -461,8 +475,9 @@ class SamplePool:
     def _moves(self, task_id: str) -> bool:
         """Was something of this task claimed or finished lately? A stuck or abandoned one gives up its place."""
         group, opened = self._groups.get(task_id), self._book.open_tasks.get(task_id)
-        last = max(group.last_admitted if group else -1e18, opened.newest_claim if opened else -1e18)
-        return self._clock() - last <= self._patience_s()
+        last = max(group.last_admitted if group else -math.inf, opened.newest_claim if opened else -math.inf)
+        patience_s = self._patience_s() if self._book.open_tasks else PATIENCE_IDLE_S
+        return self._clock() - last <= patience_s
 
     def _may_claim_repeat(self, task_id: str) -> ClaimWait | None:
         """A task with enough episodes, finished or open, needs no more.

@@ -20,6 +20,8 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
     DELETE /v1/clients/{name}                → {}               goodbye: no one waits for this client any more
     POST /v1/clients/{name}/heartbeat        → ClientView
     POST /v1/clients/{name}/agree AgreeRequest → ClientView
+    POST /v1/warmup         WarmupRequest    → WarmupView       supervised steps on given conversations
+    GET  /v1/warmup/{id}?after=n&wait_s=30   → WarmupView       long poll: once more than n of its steps are done
     GET  /v1/steps?after=k&wait_s=30         → list[StepRecord] long poll: once step > k exists, or [] at the limit
     GET  /v1/events?after=seq                  server-sent events, `id:` is the sequence number, data an Event
     GET  /v1/checkpoints                     → list[CheckpointView]
@@ -117,6 +119,8 @@ class Code(StrEnum):
     ENGINE_LOST = "engine_lost"
     NO_SPACE = "no_space"
     STOPPING = "stopping"
+    UPDATE_FAILED = "update_failed"
+    """An update raised: its batch was not trained."""
     INTERNAL = "internal"
 
 
@@ -179,6 +183,9 @@ class ClaimRequest(_Wire):
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Overrides of SamplingConfig for this episode."""
     lease_s: float | None = Field(None, gt=0, le=MAX_LEASE_S)
+    """None takes the configuration's: heartbeat_lease_s where heartbeats are promised, else episode_lease_s."""
+    heartbeats: bool = False
+    """The client will send heartbeats, several in each lease, for as long as the episode is open."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Makes sampling repeatable: a call that asks for no seed of its own gets one derived from this and its position in
     the episode (0 for the first call). None leaves such calls unseeded."""
@@ -295,6 +302,33 @@ class PoolView(_Wire):
     tasks_complete: int = 0
     tasks_with_variance: int = 0
     open_episodes: int = 0
+
+
+class WarmupRequest(_Wire):
+    """Supervised steps on given conversations, in the same run."""
+
+    warmup_id: str = Field(min_length=1, max_length=128)
+    """Idempotency key: the same id is the same warm-up, however often it is sent."""
+    conversations: list[Any] = Field(min_length=1)
+    """Each `{"messages": […], "tools": […]}` or a list of messages, in OpenAI's form; assistant messages are taught."""
+    steps: int = Field(ge=1, le=100_000)
+    batch_size: int = Field(8, ge=1)
+    """Conversations per step; all of them where there are fewer."""
+    lr: float | None = Field(None, gt=0)
+    """None takes the configuration's optim.lr. It is constant."""
+    seed: int = 0
+    """Of the order of the conversations."""
+
+
+class WarmupView(_Wire):
+    warmup_id: str
+    steps: int
+    batch_size: int
+    lr: float
+    done: list[int]
+    """Numbers of its steps that are trained, in order."""
+    failed: str | None = None
+    """Why the rest of it will not be trained."""
 
 
 class StepRecord(_Wire):

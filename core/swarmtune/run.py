@@ -247,7 +247,7 @@ class Run:
             self.book.restore(episode)
         self.clients.restore(recovery.clients)
         for finished in recovery.pooled:
-            self.pool.add(finished)
+            self.pool.restore(finished)
         self.records = list(recovery.steps)
         known = {view.step: view for view in recovery.checkpoints}
         self.checkpoints = [known.get(step) or stored.describe(step, path) for step, path in on_disk.items()]

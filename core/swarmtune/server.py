@@ -26,7 +26,7 @@ from pydantic import ValidationError
 import swarmtune
 from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed
 from swarmtune.checkpoints import Branch, CheckpointError, StoredRun
-from swarmtune.config import BASELINE_METRIC, ConfigError, SamplingConfig, TrainConfig, explain
+from swarmtune.config import BASELINE_METRIC, BatchingConfig, ConfigError, SamplingConfig, TrainConfig, explain
 from swarmtune.engines.scripted import ScriptedBackend
 from swarmtune.episodes import Episode, EpisodeError
 from swarmtune.events import EventLog
@@ -97,7 +97,11 @@ def _process_backend() -> Backend:
     return ProcessBackend()
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"hf": _process_backend, "scripted": ScriptedBackend}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "hf": _process_backend,
+    "vllm": _process_backend,
+    "scripted": ScriptedBackend,
+}
 
 
 class _Stopped(Exception):
@@ -753,7 +757,7 @@ class SwarmServer:
 
     async def _grant(self, request: ClaimRequest, sampling: dict[str, Any], origin: str) -> EpisodeGrant:
         run = self.live_run()
-        lease_s = request.lease_s or run.config.batching.episode_lease_s
+        lease_s = request.lease_s or _lease_s(run.config.batching, heartbeats=request.heartbeats)
         known = run.book.claimed_by(request.claim_id)
         episode = known or run.book.claim(
             request.task_id,
@@ -1133,6 +1137,11 @@ def _check_metrics(config: TrainConfig, metrics: Mapping[str, float]) -> None:
             f"metrics.{BASELINE_METRIC}: algorithm.advantage 'remax' needs it with each end, a finite number: the "
             "reward of the task's greedy answer. Send it, or train with another estimator",
         )
+
+
+def _lease_s(batching: BatchingConfig, *, heartbeats: bool) -> float:
+    longest = batching.episode_lease_s
+    return min(longest, batching.heartbeat_lease_s) if heartbeats else longest
 
 
 async def _start_backend(backend: Backend, run: Run, work_dir: Path) -> BackendInfo:

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from swarmtune.backend import BackendLost, ContextOverflow, RequestRefused, StartFailed, UpdateFailed
 from swarmtune.config import TrainConfig
+from swarmtune.engines import process
 from swarmtune.engines.process import ProcessBackend, _Child
 from swarmtune.types import (
     FinishedEpisode,
@@ -239,6 +240,28 @@ async def test_failed_start_says_why_and_may_be_repeated(shared, long_folder, tm
 
     assert (await shared.start(make_config(long_folder), work_dir=tmp_path, resume=None)).weight_version == 0
     assert len(tokens(await ask(shared, "well again"))) == 16
+
+
+async def test_process_gives_signs_of_life_while_it_computes(shared):
+    step = (await ask(shared, "before"))[0].weight_version + 1
+    training = asyncio.create_task(shared.train(await make_batch(shared, step)))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        await shared._child.call("ping")
+    assert not training.done()
+    await training
+
+
+async def test_frozen_process_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SILENT_S", 6.0)
+    child = await _Child.spawn(tmp_path, threads=1)
+    async with asyncio.timeout(SAFETY_S):
+        await child.call("ping")
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(BackendLost, match="no sign of life"):
+            await child.call("save", path=str(tmp_path / "checkpoint"))
+        assert "frozen" in (await child.over or "")
+    assert not is_alive(child.pid)
 
 
 async def test_process_that_does_not_answer_is_killed_within_the_grace(tmp_path):

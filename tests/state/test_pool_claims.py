@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmtune.pool import PATIENCE_LEAST_S, PATIENCE_UNKNOWN_S
+from swarmtune.pool import PATIENCE_IDLE_S, PATIENCE_LEAST_S, PATIENCE_UNKNOWN_S
 from swarmtune.protocol import Code
 
 COUNTING = ["task_count", "nonzero_variance_task_count"]
@@ -61,6 +61,27 @@ def test_an_abandoned_task_gives_up_its_place_and_may_still_be_finished(swarm):
     s.clock.advance(max(PATIENCE_LEAST_S, PATIENCE_UNKNOWN_S) + 1)
     assert s.may_claim("b")
     assert s.may_claim("a")
+
+
+def test_tasks_begun_by_a_client_that_is_gone_hold_no_place_for_long_once_nothing_is_open(swarm):
+    s = swarm(batch_tasks=1, repeats=2)
+    s.run("begun")
+    assert not s.may_claim("other")
+    s.clock.advance(PATIENCE_IDLE_S + 1)
+    assert s.may_claim("other") and s.may_claim("begun")
+    s.claim("begun")
+    assert not s.may_claim("other")
+
+
+def test_a_task_that_was_begun_before_a_restart_holds_no_place_until_someone_goes_on_with_it(swarm):
+    s = swarm(batch_tasks=1, repeats=2)
+    s.run("begun")
+    (before,) = s.pool.episodes()
+    after = swarm(batch_tasks=1, repeats=2)
+    after.pool.restore(before)
+    assert after.may_claim("other")
+    after.claim("begun")
+    assert not after.may_claim("other")
 
 
 def test_a_stuck_episode_does_not_hold_up_the_batch(swarm):

@@ -71,6 +71,7 @@ class EngineHost:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._chunks: list[list[Any]] = []
         self._operations: dict[str, Callable[[Frame], Awaitable[Any]]] = {
+            "ping": self._ping,
             "start": self._start,
             "train": self._train,
             "save": self._save,
@@ -133,6 +134,9 @@ class EngineHost:
         self._writer.write(frames.pack(frame))
 
     # Operations.
+
+    async def _ping(self, frame: Frame) -> None:
+        """A sign of life: the event loop runs, whatever the torch thread computes."""
 
     async def _start(self, frame: Frame) -> Frame:
         if self._engine is not None:

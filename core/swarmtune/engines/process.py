@@ -32,6 +32,12 @@ LOG_NAME = "engine.log"
 _TAIL_LINES = 40
 _SETTLE_S = 1.0
 """Between the two signs of an end, the closed connection and the exit: the other one follows at once, or never."""
+SILENT_S = 120.0
+"""A process that answers no ping for so long is lost: frozen, or stuck where its event loop cannot run. The loop answers
+while a torch thread computes, so only a machine out of breath comes near this."""
+_STRETCHES = 12
+"""Of SILENT_S, after each of which the process is looked at. Counted, not measured: time in which this process itself
+was stopped is one stretch, however long."""
 _POLITE_SHARE, _TERM_SHARE = 0.7, 0.2
 """Of a stop's grace: for the polite request, then for SIGTERM; the rest is SIGKILL's."""
 
@@ -152,9 +158,12 @@ class _Child:
         self._ids = itertools.count(1)
         self._pending: dict[int, Pending] = {}
         self._stopping = False
+        self._silent_s: float | None = None
+        """How long it was silent when it was given up for that."""
         self.over: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """Done when the process is gone: why it was lost, or None when it was told to end."""
         self._watcher = asyncio.create_task(self._watch(), name="engine-process-watch")
+        self._pinger = asyncio.create_task(self._ping(SILENT_S / _STRETCHES), name="engine-process-ping")
 
     @classmethod
     async def spawn(cls, work_dir: Path, threads: int | None) -> _Child:
@@ -243,12 +252,35 @@ class _Child:
         self._kill(signal.SIGKILL)
         await exited
         reading.cancel()
+        self._pinger.cancel()
         self._writer.close()
         self.over.set_result(None if self._stopping else self._why_lost(hung_up))
         if not self._stopping:
             log.warning("engine process lost", extra={"reason": self._reason(), "pid": self.pid})
         for pending in list(self._pending.values()):
             _settle(pending, BackendLost(self._reason()))
+
+    async def _ping(self, stretch_s: float) -> None:
+        """Ask for signs of life; kill a process that gives none, which ends what waits for it as lost."""
+        while await self._answers(stretch_s):  # noqa: ASYNC110 - a question, not a wait for an event
+            await asyncio.sleep(stretch_s)
+        self._silent_s = _STRETCHES * stretch_s
+        self._kill(signal.SIGKILL)
+
+    async def _answers(self, stretch_s: float) -> bool:
+        call_id = next(self._ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # lost: others are told of that
+        self._pending[call_id] = answer
+        self._writer.write(frames.pack({"id": call_id, "op": "ping"}))
+        try:
+            for _ in range(_STRETCHES):
+                await asyncio.wait([answer], timeout=stretch_s)
+                if answer.done():
+                    return True
+            return False
+        finally:
+            self.close(call_id)
 
     async def _read(self) -> None:
         try:
@@ -270,6 +302,8 @@ class _Child:
                 pending.set_result(frame["ok"])
 
     def _why_lost(self, hung_up: bool) -> str:
+        if self._silent_s is not None:
+            return f"the engine process gave no sign of life for {self._silent_s:g} s (frozen?), and was killed"
         if hung_up:
             return "the engine process closed its connection while it was running, and was killed"
         code = self._process.returncode
