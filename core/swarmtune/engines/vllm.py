@@ -227,7 +227,10 @@ class VllmEngine:
         self._version = version
         if not self._started:
             self._started = True
-            self._whole = await self._reports_whole_distribution()
+            try:
+                self._whole = await self._reports_whole_distribution()
+            except (Unreachable, Interrupted, RequestRefused) as error:
+                raise StartFailed(f"vLLM fails at its first tokens: {error}; {self._replicas.last_words()}") from error
 
     async def resume(self) -> None:
         self._replicas.release()
@@ -236,6 +239,7 @@ class VllmEngine:
         self._replicas.hold()
         self._replicas.interrupt()
         await self._replicas.close()
+        self._sync.forget(keep=None)
 
     async def _reports_whole_distribution(self) -> bool:
         """Whether every server's logprobs know the temperature and no cut: `vllm_launch` sees to it.
@@ -298,7 +302,8 @@ class _Answer:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "logprobs": sampling.top_logprobs,
+            # vLLM counts the sampled token among them, whatever its rank; none asked for means that one alone.
+            "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
             "stop_token_ids": sorted(self._ends()),
             "ignore_eos": True,  # the model's own end tokens are among stop_token_ids
             "detokenize": False,

@@ -227,12 +227,15 @@ def read_event(event: Mapping[str, Any], top: int) -> list[Piece]:
     """The pieces of one event; none for one without choices (usage).
 
     Raises:
-        Unreachable: the event reports an error of the server.
+        RequestRefused, Unreachable: the event reports an error: of the request, or of the server.
         GenerateFailed: a logprob is no number.
         ValueError: not vLLM's form.
     """
-    if "error" in event:
-        raise Unreachable(f"vLLM reported: {_message(json.dumps(event))}")
+    if (error := event.get("error")) is not None:
+        told = _message(json.dumps(event))
+        if isinstance(error, dict) and error.get("code") in range(400, 500):
+            raise RequestRefused(f"vLLM refused: {told}")
+        raise Unreachable(f"vLLM failed: {told}")
     return [_read_choice(choice, top) for choice in event.get("choices") or ()]
 
 

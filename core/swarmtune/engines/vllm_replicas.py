@@ -69,6 +69,10 @@ class Replicas:
         """Model name to ask one of them for."""
         return next(r.model for r in self._replicas if r.client is client)
 
+    def last_words(self) -> str:
+        """What the servers' logs say of the last error."""
+        return "; ".join(words for r in self._replicas if (words := r.server.last_words()))
+
     @property
     def running(self) -> int:
         return sum(r.running for r in self._replicas)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ HANG_S = 60.0
 """A server that does not answer for so long counts as gone."""
 TERM_GRACE_S = 3.0
 _TAIL_LINES = 25
+_ERROR = re.compile(r"\w+Error: |\berror: ")
 LAUNCHER = Path(__file__).with_name("vllm_launch.py")
 INTERPRETER_VARIABLE = "A3R_VLLM_PYTHON"
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -47,6 +49,10 @@ class Server(Protocol):
 
     async def wait_down(self, client: VllmClient) -> str:
         """Return why the server is gone; never returns while it is well."""
+        ...
+
+    def last_words(self) -> str:
+        """What its log says of the last error; empty where we have no log."""
         ...
 
     async def close(self) -> None:
@@ -80,6 +86,9 @@ class AttachedServer:
 
     async def wait_down(self, client: VllmClient) -> str:
         return await _silent(client, self._url)
+
+    def last_words(self) -> str:
+        return ""
 
     async def close(self) -> None:
         pass
@@ -120,13 +129,13 @@ class StartedServer:
             async with asyncio.timeout(self._start_s):
                 while not await client.healthy(timeout_s=HANG_S):
                     if process.returncode is not None:
-                        raise StartFailed(f"{self.name} {_ending(process.returncode)}; {self._last_words()}")
+                        raise StartFailed(f"{self.name} {_ending(process.returncode)}; {self.last_words()}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             await self._give_up(client)
             raise StartFailed(
                 f"{self.name} did not answer within {self._start_s:.0f} s; raise engine.vllm.start_s, or see "
-                f"{self._log_file}: {self._last_words()}"
+                f"{self._log_file}: {self.last_words()}"
             ) from None
         except BaseException:
             await self._give_up(client)
@@ -178,14 +187,14 @@ class StartedServer:
         await client.close()
         await self.close()
 
-    def _last_words(self) -> str:
-        """The last line of the log that names an error, else its last line; the tail goes to our own log."""
+    def last_words(self) -> str:
+        """The tail of the log goes to our own."""
         with self._log_file.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()[-200:]
         print("\n".join(lines[-_TAIL_LINES:]), file=sys.stderr, flush=True)
-        errors = [line for line in lines if "Error" in line and "Engine core init" not in line]
-        return (errors or lines or ["it wrote nothing"])[-1].strip()
+        errors = [line for line in lines if _ERROR.search(line)]
+        return (errors or lines or ["it wrote nothing"])[0 if errors else -1].rsplit("] ", 1)[-1].strip()
 
 
 async def _silent(client: VllmClient, name: str) -> str:
@@ -242,7 +251,7 @@ def server_arguments(config: TrainConfig, model_path: Path, *, context_length: i
         *("--dtype", DTYPES[vllm.dtype or config.trainer.dtype]),
         *("--max-model-len", str(context_length)),
         *("--max-num-seqs", str(config.engine.max_batch + config.evaluation.slots)),
-        *("--seed", str(config.seed), "--max-logprobs", "20"),
+        *("--seed", str(config.seed), "--max-logprobs", "21"),
         *("--structured-outputs-config", json.dumps({"backend": "guidance"})),
         "--enable-scale-out",
         "--disable-uvicorn-access-log",

@@ -50,7 +50,7 @@ class WeightSync(Protocol):
         """
         ...
 
-    def forget(self, keep: int) -> None:
+    def forget(self, keep: int | None) -> None:
         """Drop what was staged for versions other than `keep`. Idempotent."""
         ...
 
@@ -86,10 +86,8 @@ class FileSync:
         await client.resume()
         return self.model_name
 
-    def forget(self, keep: int) -> None:
-        for folder in self.folder.glob("[0-9]*"):
-            if folder != self._of(keep):
-                shutil.rmtree(folder, ignore_errors=True)
+    def forget(self, keep: int | None) -> None:
+        forget_folders(self.folder, keep)
 
     def _of(self, version: int) -> Path:
         return self.folder / str(version)
@@ -126,10 +124,8 @@ class AdapterSync:
         self._given[client] = name
         return name
 
-    def forget(self, keep: int) -> None:
-        for folder in self._folder.glob("[0-9]*"):
-            if folder != self._of(keep):
-                shutil.rmtree(folder, ignore_errors=True)
+    def forget(self, keep: int | None) -> None:
+        forget_folders(self._folder, keep)
 
     def _of(self, version: int) -> Path:
         return self._folder / str(version)
@@ -186,7 +182,7 @@ class IpcSync:
         await client.resume()
         return self._model_name
 
-    def forget(self, keep: int) -> None:
+    def forget(self, keep: int | None) -> None:
         for version in [v for v in self._staged if v != keep]:
             del self._staged[version]
 
@@ -212,6 +208,12 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], dty
             shard, held, number = {}, 0, number + 1
     if shard:
         save_file(shard, folder / f"model-{number:05}.safetensors")
+
+
+def forget_folders(parent: Path, keep: int | None) -> None:
+    for folder in parent.glob("[0-9]*"):
+        if folder.name != str(keep):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def reset_cache(client: VllmClient) -> None:
