@@ -111,7 +111,7 @@ def remove(path: Path) -> None:
 def kept(steps: Iterable[int], *, keep_last: int, keep_best: int, score: Score) -> dict[int, list[KeptFor]]:
     """Of these checkpoints, by step, those worth keeping, and why. Of equal scores the earlier one is better."""
     ordered = sorted(steps)
-    reasons: dict[int, list[KeptFor]] = {step: ["last"] for step in ordered[len(ordered) - keep_last :]}
+    reasons: dict[int, list[KeptFor]] = {step: ["last"] for step in ordered[max(0, len(ordered) - keep_last) :]}
     judged = [(value, -step) for step in ordered if (value := score(step)) is not None]
     for _, negative in sorted(judged, reverse=True)[:keep_best]:
         reasons.setdefault(-negative, []).append("best")

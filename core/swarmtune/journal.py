@@ -916,8 +916,11 @@ def read_history(path: Path) -> History:
     """
     if not path.is_file():
         raise JournalError(Code.NOT_FOUND, f"{path}: no journal is there; name a run's folder")
+    # Closed in order, it has no write-ahead log: then SQLite needs no files of its own beside it to read it.
+    closed = not path.with_name(path.name + "-wal").exists()
+    uri = f"{path.resolve().as_uri()}?{'immutable=1' if closed else 'mode=ro'}"
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=5.0)
+        connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
     except sqlite3.Error as error:
         raise _explain(path, error) from error
     store = _Store(path, connection)

@@ -19,7 +19,7 @@ STATE = "trainer.json"
 FORMAT = 1
 PARTIAL = ".partial-"
 RETIRED = ".retired-"
-_REFUSED_WRITES = ("PytorchStreamWriter", "file write failed", "IoError")
+_REFUSED_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error", "IoError")
 """In the messages of torch and safetensors, whose errors are no OSError."""
 
 
