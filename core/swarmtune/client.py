@@ -26,10 +26,11 @@ import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from swarmtune.config import TrainConfig
-from swarmtune.errors import EpisodeGone, NotStarted, StartFailed, SwarmError, UnknownClient
+from swarmtune.errors import EpisodeGone, NotStarted, StartFailed, SwarmError, TrainingFailed, UnknownClient
 from swarmtune.protocol import (
     AbortRequest,
     AgreeRequest,
@@ -53,6 +54,8 @@ from swarmtune.protocol import (
     ServerStatus,
     StartRequest,
     StepRecord,
+    WarmupRequest,
+    WarmupView,
 )
 from swarmtune.transport import Transport
 
@@ -312,9 +315,9 @@ class AsyncSwarmClient:
         """End the server process."""
         await self._transport.post("/v1/shutdown", dict)
 
-    async def pool(self) -> PoolView:
-        """What the next step waits for, in numbers."""
-        return await self._transport.get("/v1/pool", PoolView)
+    async def pool(self, *, after: int | None = None, wait_s: float = 0.0) -> PoolView:
+        """What the next step waits for, in numbers; with `after`, as soon as a later step is being collected."""
+        return await self._transport.get("/v1/pool", PoolView, after=after, wait_s=wait_s)
 
     async def steps(self, after: int = 0) -> list[StepRecord]:
         """The steps done so far, later than `after`."""
@@ -383,6 +386,54 @@ class AsyncSwarmClient:
         return await _patiently(
             lambda: self._transport.post("/v1/export", ExportView, body, wait_s=_EXPORT_S), PATIENCE_S
         )
+
+    async def warm_up(
+        self,
+        conversations: Sequence[Any],
+        *,
+        steps: int,
+        batch_size: int = 8,
+        lr: float | None = None,
+        seed: int = 0,
+    ) -> list[StepRecord]:
+        """Teach given conversations in supervised steps of the run, and wait for them; their records, with `sft/loss`.
+
+        They count as steps like any other: towards `max_steps`, and towards the goal of `train`. Open episodes go on.
+        Restarts of the server and of its engine are waited for; each step is trained once.
+
+        Args:
+            conversations: each `{"messages": […], "tools": […]}` or a list of messages, in OpenAI's form. The assistant
+                messages are taught.
+            batch_size: conversations per step; all of them where there are fewer.
+            lr: constant; None takes the configuration's `optim.lr`.
+            seed: of the order of the conversations.
+
+        Raises:
+            SwarmError: a conversation that cannot be taught, by index and field.
+            TrainingFinished: `max_steps` leaves no room for so many steps.
+            TrainingFailed: the update of one of the steps failed; the rest is not trained.
+            NotStarted, StartFailed
+        """
+        body = WarmupRequest(
+            warmup_id=uuid.uuid4().hex,
+            conversations=list(conversations),
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            seed=seed,
+        )
+        view = await _patiently(
+            lambda: self._transport.post("/v1/warmup", WarmupView, body, wait_s=_EXPORT_S), PATIENCE_S
+        )
+        while len(view.done) < steps and view.failed is None:
+            view = await _patiently(partial(self._warmup, body.warmup_id, len(view.done)), PATIENCE_S)
+        if view.failed is not None:
+            raise TrainingFailed(f"the warm-up ended after {len(view.done)} of {steps} steps: {view.failed}")
+        return [record for record in await self.steps() if record.step in view.done]
+
+    async def _warmup(self, warmup_id: str, done: int) -> WarmupView:
+        """As it is, once more than `done` of its steps are trained, or after a while."""
+        return await self._transport.get(f"/v1/warmup/{warmup_id}", WarmupView, after=done, wait_s=_POLL_S)
 
     async def evaluations(self, name: str | None = None) -> list[EvaluationRecord]:
         """The run's evaluations, in order of weight version; those with one name make a curve over the training."""
@@ -797,6 +848,19 @@ class SwarmClient:
 
     def checkpoints(self) -> list[CheckpointView]:
         return self._loop.wait(self._client.checkpoints())
+
+    def warm_up(
+        self,
+        conversations: Sequence[Any],
+        *,
+        steps: int,
+        batch_size: int = 8,
+        lr: float | None = None,
+        seed: int = 0,
+    ) -> list[StepRecord]:
+        """See AsyncSwarmClient.warm_up."""
+        teaching = self._client.warm_up(conversations, steps=steps, batch_size=batch_size, lr=lr, seed=seed)
+        return self._loop.wait(teaching)
 
     def save_checkpoint(self) -> CheckpointView:
         """See AsyncSwarmClient.save_checkpoint."""

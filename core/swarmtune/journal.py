@@ -24,7 +24,7 @@ import sqlite3
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,8 +36,9 @@ import msgpack
 from swarmtune.episodes import Episode
 from swarmtune.protocol import CheckpointView, Code, EndResult, EpisodeState, EvaluationRecord, Event, StepRecord
 from swarmtune.types import FinishedEpisode, Sample, TrainBatch
+from swarmtune.warmup import Warmup
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x5A11ED
 """Marks the file as ours, so that another SQLite file is refused by name and not by a missing table."""
 
@@ -114,6 +115,30 @@ class BatchPlanned:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmupAccepted:
+    """A supervised warm-up will be trained; its rows are stored until a checkpoint at or after its last step."""
+
+    warmup: Warmup
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupPlanned:
+    """`step` trains the warm-up's step number `position`. Write it before training starts."""
+
+    step: int
+    warmup_id: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupFailed:
+    """The rest of it will not be trained; a step of it that was planned and is not trained is none any more."""
+
+    warmup_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BatchTrained:
     record: StepRecord
 
@@ -170,6 +195,9 @@ Entry = (
     | EpisodeAnswered
     | EpisodesDropped
     | BatchPlanned
+    | WarmupAccepted
+    | WarmupPlanned
+    | WarmupFailed
     | BatchTrained
     | CheckpointSaved
     | CheckpointRemoved
@@ -194,6 +222,8 @@ class Recovery:
     one may have been planned only."""
     pooled: list[FinishedEpisode]
     """Accepted and in no batch, in order of admission: for SamplePool.add."""
+    warmups: list[Warmup]
+    """In order of acceptance."""
     aborted: list[str]
     """Episode ids that were open; they are aborted(server_restart) now, on disk too."""
     closed: list[Episode]
@@ -498,6 +528,8 @@ CREATE INDEX episodes_with_samples ON episodes (batch_step, closed_order) WHERE 
 CREATE INDEX episodes_by_batch ON episodes (batch_step) WHERE batch_step IS NOT NULL;
 CREATE TABLE samples (episode_id TEXT PRIMARY KEY, blob BLOB NOT NULL);
 CREATE TABLE batches (step INTEGER PRIMARY KEY, state TEXT NOT NULL, record TEXT);
+CREATE TABLE warmups (id TEXT PRIMARY KEY, plan TEXT NOT NULL, blob BLOB, failed TEXT);
+CREATE TABLE warmup_steps (step INTEGER PRIMARY KEY, warmup TEXT NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, at REAL NOT NULL, bytes INTEGER NOT NULL);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE clients (name TEXT PRIMARY KEY, share INTEGER) WITHOUT ROWID;
@@ -689,14 +721,7 @@ class _Store:
 
     def _plan(self, entry: BatchPlanned) -> None:
         """A step may be planned again until it is trained; its former episodes are in the pool again."""
-        self._db.execute("UPDATE episodes SET batch_step = NULL WHERE batch_step = ?", (entry.step,))
-        changed = self._db.execute(
-            "INSERT INTO batches (step, state) VALUES (?, 'planned') "
-            "ON CONFLICT (step) DO UPDATE SET state = state WHERE state = 'planned'",
-            (entry.step,),
-        )
-        if changed.rowcount != 1:
-            raise JournalError(Code.INTERNAL, f"{self.path}: step {entry.step} is trained already; plan the next one")
+        self._plan_step(entry.step)
         for position, episode_id in enumerate(entry.episode_ids):
             changed = self._db.execute(
                 "UPDATE episodes SET batch_step = ?, batch_position = ? "
@@ -704,6 +729,37 @@ class _Store:
                 (entry.step, position, episode_id),
             )
             self._must_change(changed, episode_id, "is not in the pool, or in another batch")
+
+    def _plan_step(self, step: int) -> None:
+        """Give the number to what follows; what it was planned for before has it no longer."""
+        self._db.execute("UPDATE episodes SET batch_step = NULL WHERE batch_step = ?", (step,))
+        self._db.execute("DELETE FROM warmup_steps WHERE step = ?", (step,))
+        changed = self._db.execute(
+            "INSERT INTO batches (step, state) VALUES (?, 'planned') "
+            "ON CONFLICT (step) DO UPDATE SET state = state WHERE state = 'planned'",
+            (step,),
+        )
+        if changed.rowcount != 1:
+            raise JournalError(Code.INTERNAL, f"{self.path}: step {step} is trained already; plan the next one")
+
+    def _accept_warmup(self, entry: WarmupAccepted) -> None:
+        w = entry.warmup
+        plan = {"steps": w.steps, "batch_size": w.batch_size, "lr": w.lr, "seed": w.seed}
+        self._db.execute(
+            "INSERT INTO warmups (id, plan, blob) VALUES (?, ?, ?)",
+            (w.warmup_id, json.dumps(plan), pack_conversations(w.conversations)),
+        )
+
+    def _plan_warmup(self, entry: WarmupPlanned) -> None:
+        self._plan_step(entry.step)
+        self._db.execute("INSERT INTO warmup_steps VALUES (?, ?, ?)", (entry.step, entry.warmup_id, entry.position))
+
+    def _fail_warmup(self, entry: WarmupFailed) -> None:
+        self._db.execute("UPDATE warmups SET failed = ? WHERE id = ?", (entry.reason, entry.warmup_id))
+        self._db.execute(
+            "DELETE FROM warmup_steps WHERE warmup = ? AND step IN (SELECT step FROM batches WHERE state = 'planned')",
+            (entry.warmup_id,),
+        )
 
     def _trained(self, entry: BatchTrained) -> None:
         record = entry.record
@@ -720,6 +776,12 @@ class _Store:
         held = "SELECT id FROM episodes WHERE has_samples = 1 AND batch_step <= ?"
         self._db.execute(f"DELETE FROM samples WHERE episode_id IN ({held})", (c.step,))
         self._db.execute("UPDATE episodes SET has_samples = 0 WHERE has_samples = 1 AND batch_step <= ?", (c.step,))
+        self._db.execute(
+            "UPDATE warmups SET blob = NULL WHERE blob IS NOT NULL AND (SELECT count(*) FROM warmup_steps WHERE "
+            "warmup = id AND step <= ?) >= CASE WHEN failed IS NULL THEN json_extract(plan, '$.steps') ELSE "
+            "(SELECT count(*) FROM warmup_steps WHERE warmup = id) END",
+            (c.step,),
+        )
 
     def _remove_checkpoint(self, entry: CheckpointRemoved) -> None:
         self._db.execute("DELETE FROM checkpoints WHERE step = ?", (entry.step,))
@@ -783,7 +845,8 @@ class _Store:
     # -- recovery
 
     def recover(self, checkpoint_step: int, remember: int) -> Recovery:
-        batches = self._batches_after(checkpoint_step)
+        warmups = self._warmups(checkpoint_step)
+        batches = self._batches_after(checkpoint_step) + self._warmup_batches_after(checkpoint_step, warmups)
         aborted = [episode_id for (episode_id,) in self._select("SELECT id FROM episodes WHERE state = 'claimed'")]
         with self._explained(), self._transaction():
             self._abort_open(aborted)
@@ -793,7 +856,8 @@ class _Store:
         return Recovery(
             config=meta.pop(CONFIG_KEY),
             step=checkpoint_step,
-            batches=batches,
+            batches=sorted(batches, key=lambda batch: batch.step),
+            warmups=list(warmups.values()),
             pooled=self._pooled(),
             aborted=aborted,
             closed=self._closed(remember),
@@ -827,19 +891,46 @@ class _Store:
                     f"{self.path}: step {batch_step} cannot be trained again from checkpoint {step}: the samples of "
                     f"episode {episode_id} were deleted when a later checkpoint was saved; resume from that one",
                 )
-            batches.setdefault(batch_step, TrainBatch(batch_step, [])).episodes.append(self._unpack(blob))
+            batch = batches.setdefault(batch_step, TrainBatch(batch_step, []))
+            batch.episodes.append(self._unpack(blob, unpack_finished))
         return list(batches.values())
+
+    def _warmups(self, checkpoint_step: int) -> dict[str, Warmup]:
+        """By id; steps up to the checkpoint are done."""
+        found = {}
+        rows = self._select("SELECT id, plan, blob, failed FROM warmups ORDER BY rowid")
+        for warmup_id, plan, blob, failed in rows:
+            conversations = [] if blob is None else self._unpack(blob, unpack_conversations)
+            found[warmup_id] = Warmup(warmup_id, **json.loads(plan), conversations=conversations, failed=failed)
+        for step, warmup_id in self._select("SELECT step, warmup FROM warmup_steps ORDER BY step"):
+            found[warmup_id].planned += 1
+            if step <= checkpoint_step:
+                found[warmup_id].done.append(step)
+        return found
+
+    def _warmup_batches_after(self, step: int, warmups: Mapping[str, Warmup]) -> list[TrainBatch]:
+        batches = []
+        rows = self._select("SELECT step, warmup, position FROM warmup_steps WHERE step > ?", step)
+        for planned, warmup_id, position in rows:
+            if not warmups[warmup_id].conversations:
+                raise JournalError(
+                    Code.INTERNAL,
+                    f"{self.path}: step {planned} cannot be trained again from checkpoint {step}: the conversations of "
+                    f"warm-up {warmup_id} were deleted when a later checkpoint was saved; resume from that one",
+                )
+            batches.append(warmups[warmup_id].batch(position, planned))
+        return batches
 
     def _pooled(self) -> list[FinishedEpisode]:
         rows = self._select(
             "SELECT s.blob FROM episodes e JOIN samples s ON s.episode_id = e.id "
             "WHERE e.has_samples = 1 AND e.batch_step IS NULL ORDER BY e.closed_order"
         )
-        return [self._unpack(blob) for (blob,) in rows]
+        return [self._unpack(blob, unpack_finished) for (blob,) in rows]
 
-    def _unpack(self, blob: bytes) -> FinishedEpisode:
+    def _unpack(self, blob: bytes, read: Callable[[bytes], T]) -> T:
         try:
-            return unpack_finished(blob)
+            return read(blob)
         except (zlib.error, ValueError, KeyError, TypeError) as error:
             raise _damaged(self.path, f"samples that cannot be read ({error})") from error
 
@@ -897,6 +988,9 @@ WRITERS: dict[type, Callable[[_Store, Any], None]] = {
     EpisodeAnswered: _Store._record_answer,
     EpisodesDropped: _Store._drop,
     BatchPlanned: _Store._plan,
+    WarmupAccepted: _Store._accept_warmup,
+    WarmupPlanned: _Store._plan_warmup,
+    WarmupFailed: _Store._fail_warmup,
     BatchTrained: _Store._trained,
     CheckpointSaved: _Store._save_checkpoint,
     CheckpointRemoved: _Store._remove_checkpoint,
@@ -1011,6 +1105,16 @@ def unpack_finished(blob: bytes) -> FinishedEpisode:
         client=record["client"],
         weight_version=record["version"],
     )
+
+
+def pack_conversations(conversations: Sequence[FinishedEpisode]) -> bytes:
+    """A warm-up's conversations, each as `pack_finished` has it."""
+    return cast(bytes, msgpack.packb([pack_finished(c) for c in conversations]))
+
+
+def unpack_conversations(blob: bytes) -> list[FinishedEpisode]:
+    """The reverse of pack_conversations. Raises as unpack_finished does."""
+    return [unpack_finished(one) for one in msgpack.unpackb(blob)]
 
 
 def _pack_sample(sample: Sample) -> dict[str, Any]:

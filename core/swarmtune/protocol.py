@@ -14,7 +14,8 @@ Routes (JSON; control and client routes carry `Authorization: Bearer <key>` wher
     POST /v1/episodes/{id}/end    EndRequest → EndResult
     POST /v1/episodes/{id}/abort  AbortRequest → EpisodeView
     GET  /v1/episodes/{id}/merge             → merge report
-    GET  /v1/pool                            → PoolView         why training has not started
+    GET  /v1/pool?after=k&wait_s=30          → PoolView         why training has not started; a long poll with `after`:
+                                                                returns once a step later than k is being collected
     GET  /v1/clients                         → list[ClientView]
     POST /v1/clients        RegisterRequest  → ClientView
     DELETE /v1/clients/{name}                → {}               goodbye: no one waits for this client any more
@@ -79,7 +80,8 @@ TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
     EngineState.STOPPING: frozenset({EngineState.OFFLINE}),
 }
 """BOOTING out of a running state is the recovery of a lost engine process from its last checkpoint. ROLLING out of
-ROLLING_POST: the policy stopped being met during the drain (a client joined that has not agreed)."""
+ROLLING_POST: the policy stopped being met during the drain (a client joined that has not agreed). With batching.overlap
+a step trains in ROLLING: calls are answered and episodes claimed all the time, and `training_step` names the step."""
 
 
 class Code(StrEnum):
@@ -153,6 +155,8 @@ class ServerStatus(_Wire):
     version: str
     state: EngineState
     step: int = 0
+    training_step: int | None = None
+    """The step that is being trained now. With batching.overlap the state is `rolling` meanwhile."""
     weight_version: int = 0
     model: str | None = None
     context_length: int | None = None

@@ -41,10 +41,13 @@ from swarmtune.journal import (
     EvaluationWritten,
     Journal,
     Recovery,
+    WarmupAccepted,
+    WarmupFailed,
+    WarmupPlanned,
 )
 from swarmtune.lane import EvaluationLane
 from swarmtune.merger import ConservationViolated, MergeReport, check_conservation, merge
-from swarmtune.pool import Dropped, SamplePool
+from swarmtune.pool import Dropped, DropReason, SamplePool
 from swarmtune.protocol import (
     CheckpointView,
     EvaluationOutcome,
@@ -55,6 +58,7 @@ from swarmtune.protocol import (
 from swarmtune.rendering.renderer import Renderer
 from swarmtune.tracker import Tracker
 from swarmtune.types import FinishedEpisode, Sample, SamplingParams, StepResult, TrainBatch
+from swarmtune.warmup import Warmup
 
 log = logging.getLogger(__name__)
 
@@ -175,11 +179,15 @@ class Run:
         """Steps whose checkpoints somebody reads."""
         self.unsaved: list[TrainBatch] = []
         """Batches since the last checkpoint, in order: what a backend that was lost must train again."""
+        self.warmups: dict[str, Warmup] = {}
+        """Supervised warm-ups by id, in order of acceptance."""
         self.merge_counts: dict[str, dict[str, float]] = {}
         """Episode id → numbers of its merge, until its step."""
         self.tally = Tally()
         self.last_seq = 0
         self.step = 0
+        self.training: int | None = None
+        """The step that is being trained now."""
         self.weight_version = 0
         self.info: BackendInfo | None = None
         self.renderer: Renderer | None = None
@@ -254,6 +262,7 @@ class Run:
         self.lane.restore(recovery.evaluations)
         self.origin = recovery.meta.get(stored.ORIGIN_KEY)
         self.unsaved = list(recovery.batches)
+        self.warmups = {warmup.warmup_id: warmup for warmup in recovery.warmups}
         self.last_seq = recovery.last_seq
         self.step = self.weight_version = recovery.step
         keep_metrics(self.folder / "metrics.jsonl", up_to_step=recovery.step)
@@ -318,9 +327,20 @@ class Run:
         return self.step + 1
 
     @property
+    def collecting(self) -> int:
+        """The step that episodes claimed now are for: under overlap the one after the step that trains."""
+        return self.next_step + (self.config.batching.overlap and self.training is not None)
+
+    @property
     def is_finished(self) -> bool:
         limit = self.config.max_steps
         return limit is not None and self.step >= limit
+
+    @property
+    def is_collected(self) -> bool:
+        """The last step has its episodes; it may be training still."""
+        limit = self.config.max_steps
+        return limit is not None and self.collecting > limit
 
     async def plan(self, batch: TrainBatch) -> None:
         """The next step trains this batch, whatever happens to this process.
@@ -330,6 +350,49 @@ class Run:
         """
         await self.journal.write(BatchPlanned.of(batch))
         self.unsaved.append(batch)
+
+    async def drop_failed(self, batch: TrainBatch, reason: str) -> None:
+        """The batch of a planned step could not be trained: its episodes, or the rest of its warm-up, will not be.
+
+        Raises:
+            JournalError: nothing is dropped.
+        """
+        if batch.supervised_lr is None:
+            gone = [Dropped(e.episode_id, e.task_id, DropReason.UPDATE_FAILED) for e in batch.episodes]
+            await self.note_dropped(gone)
+        else:
+            warmup = self._warmup_of(batch)
+            await self.journal.write(WarmupFailed(warmup.warmup_id, reason))
+            warmup.failed = reason
+        self.unsaved.remove(batch)
+
+    # -- supervised warm-up
+
+    def waiting_warmup(self) -> Warmup | None:
+        """The first one that has steps to begin."""
+        return next((w for w in self.warmups.values() if w.waits), None)
+
+    async def accept_warmup(self, warmup: Warmup) -> None:
+        """Raises:
+        JournalError: it is not accepted.
+        """
+        await self.journal.write(WarmupAccepted(warmup))
+        self.warmups[warmup.warmup_id] = warmup
+
+    async def plan_warmup(self, warmup: Warmup) -> TrainBatch:
+        """The next step trains this warm-up's next batch, whatever happens to this process.
+
+        Raises:
+            JournalError: nothing is planned.
+        """
+        batch = warmup.batch(warmup.planned, self.next_step)
+        await self.journal.write(WarmupPlanned(batch.step, warmup.warmup_id, warmup.planned))
+        warmup.planned += 1
+        self.unsaved.append(batch)
+        return batch
+
+    def _warmup_of(self, batch: TrainBatch) -> Warmup:
+        return self.warmups[batch.episodes[0].episode_id.rsplit("/", 2)[0]]
 
     async def record(self, batch: TrainBatch, result: StepResult, times: StepTimes) -> StepRecord:
         """The step is trained: in the journal, in metrics.jsonl, and the pool knows the new weights.
@@ -343,8 +406,10 @@ class Run:
             step=batch.step, weight_version=result.weight_version, ended_at=time.time(), metrics=finite(metrics)
         )
         await self.journal.write(BatchTrained(record))
-        self.step, self.weight_version = batch.step, result.weight_version
+        self.step, self.weight_version, self.training = batch.step, result.weight_version, None
         self.records.append(record)
+        if batch.supervised_lr is not None:
+            self._warmup_of(batch).done.append(batch.step)
         self.tally = Tally()
         for episode in batch.episodes:
             self.merge_counts.pop(episode.episode_id, None)
@@ -482,15 +547,7 @@ def step_metrics(
     batch: TrainBatch, merge_counts: dict[str, dict[str, float]], tally: Tally, times: StepTimes
 ) -> dict[str, float]:
     """What the server knows of a step; the backend adds its own."""
-    rewards = [episode.reward for episode in batch.episodes]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0,
-        "reward/min": min(rewards, default=0.0),
-        "reward/max": max(rewards, default=0.0),
-        "episodes/trained": len(batch.episodes),
-        "episodes/tasks": len({e.task_id for e in batch.episodes}),
+    metrics = _what_was_trained(batch) | {
         "episodes/ended": tally.ended,
         "episodes/aborted": tally.aborted,
         "episodes/expired": tally.expired,
@@ -511,6 +568,25 @@ def step_metrics(
     metrics |= {f"merge/{name}": count for name, count in merged.items()}
     metrics |= _client_metrics(batch.episodes)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _what_was_trained(batch: TrainBatch) -> dict[str, float]:
+    """Rewards and counts of episodes; of a supervised step the count of its conversations, which have no reward."""
+    if batch.supervised_lr is not None:
+        return {"sft/conversations": len(batch.episodes)}
+    ages = [batch.step - 1 - v for e in batch.episodes for s in e.samples for v in s.weight_versions if v >= 0]
+    rewards = [episode.reward for episode in batch.episodes]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0,
+        "reward/min": min(rewards, default=0.0),
+        "reward/max": max(rewards, default=0.0),
+        "staleness/mean": sum(ages) / len(ages) if ages else 0.0,
+        "staleness/max": max(ages, default=0),
+        "episodes/trained": len(batch.episodes),
+        "episodes/tasks": len({e.task_id for e in batch.episodes}),
+    }
 
 
 def _client_metrics(episodes: Iterable[FinishedEpisode]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import swarmtune
-from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed
+from swarmtune.backend import Backend, BackendError, BackendInfo, BackendLost, StartFailed, UpdateFailed
 from swarmtune.checkpoints import Branch, CheckpointError, StoredRun
 from swarmtune.config import BASELINE_METRIC, BatchingConfig, ConfigError, SamplingConfig, TrainConfig, explain
 from swarmtune.engines.scripted import ScriptedBackend
@@ -64,9 +64,12 @@ from swarmtune.protocol import (
     RegisterRequest,
     ServerStatus,
     StepRecord,
+    WarmupRequest,
+    WarmupView,
 )
 from swarmtune.run import Merged, Run, StepTimes, merge_numbers
-from swarmtune.types import FinishedEpisode, TrainBatch
+from swarmtune.types import FinishedEpisode, StepResult, TrainBatch
+from swarmtune.warmup import BadConversation, Warmup, render_conversations
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,8 @@ MAX_LOSSES = 3
 """Lost backends without a completed step in between, until the training is given up."""
 TICK_S = 0.5
 """How often leases and deadlines are looked at."""
+MAX_FAILED_UPDATES = 2
+"""Updates in a row that raised, until the training is given up; each one before that costs its batch."""
 UPDATE_GRACE_S = 15.0
 """How long a stop waits for an update in progress."""
 SETTLE_S = 1.0
@@ -100,12 +105,17 @@ def _process_backend() -> Backend:
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "hf": _process_backend,
     "vllm": _process_backend,
+    "verl": _process_backend,
     "scripted": ScriptedBackend,
 }
 
 
 class _Stopped(Exception):
     """The training was told to stop."""
+
+
+class _UpdatesFail(Exception):
+    """Updates raise again and again: no other batch would help."""
 
 
 class SwarmServer:
@@ -142,6 +152,9 @@ class SwarmServer:
         self._life = 0
         """Counts starts of backends, so that a late report of a loss is not taken for a new one."""
         self._failure: tuple[str, str] | None = None
+        self._failed_updates = 0
+        """In a row."""
+        self._warming = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._untaken: dict[str, float] = {}
         """Episode id → when it is given up because its client hung up before it had the grant."""
@@ -285,6 +298,7 @@ class SwarmServer:
         """
         self._run = run
         self._failure = None
+        self._failed_updates = 0
         self._lost = None
         try:
             self.events.attach(run.journal, run.folder / "events.jsonl", last_seq=run.last_seq)
@@ -306,9 +320,9 @@ class SwarmServer:
                 return self.status()
             if forget:
                 self._forget_run()
-            updating = self._state is EngineState.WEIGHT_SYNCING
-            self._move(EngineState.STOPPING)
             run = self._run
+            updating = run is not None and run.training is not None
+            self._move(EngineState.STOPPING)
             try:
                 await self._wind_down(run, updating=updating)
             finally:
@@ -389,6 +403,9 @@ class SwarmServer:
                 if self._state is not EngineState.BOOTING:
                     self._move(EngineState.BOOTING, reason=str(error))
                 await backend.stop(grace_s=BACKEND_GRACE_S)
+            except _UpdatesFail as error:
+                await self._fail(run, str(error), "")
+                return
             except JournalError as error:
                 await self._fail(run, f"the journal cannot be written: {error}", "")
                 return
@@ -403,6 +420,7 @@ class SwarmServer:
 
         self._lost = None
         self._life += 1
+        run.training = None
         last = run.last_checkpoint
         started = time.monotonic()
         work_dir = run.folder / "engine"
@@ -426,7 +444,9 @@ class SwarmServer:
     async def _train_again(self, run: Run, backend: Backend, batch: TrainBatch) -> None:
         """A batch after the checkpoint: its weights were lost. Recorded only if it was not before."""
         started = time.monotonic()
-        result = await backend.train(batch)
+        result = await self._train_or_drop(run, backend, batch)
+        if result is None:
+            return
         update_s = time.monotonic() - started
         self.events.emit("engine", trained_again=batch.step, seconds=round(update_s, 3))
         if batch.step > run.step:
@@ -444,7 +464,15 @@ class SwarmServer:
     async def _roll(self, run: Run, backend: Backend) -> None:
         while True:
             since = time.monotonic()
-            await self._until(lambda: not run.is_finished and run.pool.ready(run.next_step))
+            await self._until(lambda: not run.is_finished and (_teaches(run) or run.pool.ready(run.next_step)))
+            if run.config.batching.overlap:
+                await self._step_while_rolling(run, backend, since)
+                continue
+            if _teaches(run):  # open episodes just go on
+                self._move(EngineState.ROLLING_POST, step=run.next_step)
+                await self._teach(run, backend, since, await self._hold(run))
+                self._move(EngineState.ROLLING)
+                continue
             await self._drain(run)
             held_s = await self._hold(run)
             if not run.pool.ready(run.next_step):  # a client joined meanwhile and has not agreed
@@ -452,6 +480,14 @@ class SwarmServer:
                 continue
             await self._update(run, backend, since, held_s)
             self._move(EngineState.ROLLING)
+
+    async def _step_while_rolling(self, run: Run, backend: Backend, since: float) -> None:
+        """One step with batching.overlap: nothing is drained, episodes of the next one are claimed meanwhile."""
+        held_s = await self._hold(run)
+        if _teaches(run):
+            await self._teach(run, backend, since, held_s)
+        elif run.pool.ready(run.next_step):
+            await self._update(run, backend, since, held_s)
 
     async def _drain(self, run: Run) -> None:
         """No new claims; running training episodes finish, or the deadline decides over them."""
@@ -469,6 +505,8 @@ class SwarmServer:
 
     async def _hold(self, run: Run) -> float:
         """Let whoever evaluates the present weights finish, within bounds; seconds waited."""
+        if not run.hold_s:
+            return 0.0
         began = time.monotonic()
         await self._until(lambda: time.monotonic() - began >= run.hold_s)
         return time.monotonic() - began
@@ -477,16 +515,68 @@ class SwarmServer:
         """One step: plan it in the journal, train, record.
 
         Raises:
-            BackendError, JournalError
+            BackendError, JournalError, _UpdatesFail
         """
         batch = run.pool.take_batch(run.next_step)
+        run.training = batch.step
+        self._wake()
         await run.plan(batch)
-        self._move(EngineState.WEIGHT_SYNCING, step=batch.step, episodes=len(batch.episodes))
+        await self._train(run, backend, batch, since, held_s)
+
+    async def _teach(self, run: Run, backend: Backend, since: float, held_s: float) -> None:
+        """One supervised step of the warm-up that waits. Raises as `_update` does."""
+        warmup = run.waiting_warmup()
+        assert warmup is not None
+        run.training = run.next_step
+        await self._train(run, backend, await run.plan_warmup(warmup), since, held_s)
+
+    async def _train(self, run: Run, backend: Backend, batch: TrainBatch, since: float, held_s: float) -> None:
+        if run.config.batching.overlap:
+            self.events.emit("engine", training=batch.step, episodes=len(batch.episodes))
+        else:
+            self._move(EngineState.WEIGHT_SYNCING, step=batch.step, episodes=len(batch.episodes))
         started = time.monotonic()
-        result = await backend.train(batch)
+        result = await self._train_or_drop(run, backend, batch)
+        if result is None:
+            run.training = None
+            return
         now = time.monotonic()
         times = StepTimes(started - since, now - started, now - since, held_s)
         await self._finish_step(run, backend, batch, result, times)
+
+    async def _train_or_drop(self, run: Run, backend: Backend, batch: TrainBatch) -> StepResult | None:
+        """The update, or None where it raised: then the batch is given up, with its reason, and the next one is tried.
+
+        Raises:
+            _UpdatesFail: it is not the first in a row, or what was trained before cannot be trained again.
+            BackendError, JournalError
+        """
+        try:
+            result = await backend.train(batch)
+        except UpdateFailed as error:
+            self._failed_updates += 1
+            log.warning("update failed", extra={"step": batch.step, "reason": str(error)})
+            if batch.step <= run.step:
+                told = f"step {batch.step} was trained before and cannot be trained again: {error}"
+                raise _UpdatesFail(told) from error
+            if self._failed_updates >= MAX_FAILED_UPDATES:
+                raise _UpdatesFail(
+                    f"{self._failed_updates} updates in a row failed, the last of step {batch.step}: {error}; its "
+                    "batch is kept: with the cause mended, the run goes on with it"
+                ) from error
+            await run.drop_failed(batch, str(error))
+            self.events.emit(
+                "warning",
+                code=Code.UPDATE_FAILED,
+                message=f"step {batch.step}: the update failed and its {len(batch.episodes)} episodes are not trained: "
+                f"{error}; the training goes on with the next batch",
+                step=batch.step,
+                episodes=[e.episode_id for e in batch.episodes],
+            )
+            self._wake()
+            return None
+        self._failed_updates = 0
+        return result
 
     async def _finish_step(self, run: Run, backend: Backend, batch: TrainBatch, result: Any, times: StepTimes) -> None:
         record = await run.record(batch, result, times)
@@ -520,7 +610,9 @@ class SwarmServer:
         return view
 
     async def _save_if_needed(self, run: Run) -> None:
-        if self._backend is not None and run.info is not None and run.needs_checkpoint():
+        # An update that was cut off here goes on in the engine: its weights are not this step's.
+        whole = run.info is not None and run.training is None
+        if self._backend is not None and whole and run.needs_checkpoint():
             try:
                 await self._save_checkpoint(run, self._backend)
             except BackendError as error:
@@ -685,7 +777,7 @@ class SwarmServer:
             return None
         if request.kind == "evaluate":
             return self._why_no_evaluation(run, request)
-        if run.is_finished:
+        if run.is_collected:
             return ControlRefused(
                 Code.FINISHED,
                 f"the training is finished: max_steps {run.config.max_steps} is reached",
@@ -766,7 +858,7 @@ class SwarmServer:
             client=request.client,
             claim_id=request.claim_id,
             weight_version=run.weight_version,
-            step=run.next_step,
+            step=run.collecting,
             sampling=sampling,
             evaluation_id=request.evaluation_id,
         )
@@ -895,6 +987,66 @@ class SwarmServer:
         run = self.live_run()
         return run.book.view(run.book.get(episode_id))
 
+    # -- what the gateway asks: supervised warm-up
+
+    async def warm_up(self, request: WarmupRequest) -> WarmupView:
+        """Take given conversations to be learned in steps of this run; they begin as soon as it rolls. Idempotent.
+
+        Raises:
+            ControlRefused: no training is live, a conversation cannot be taught, or max_steps leaves no room.
+            JournalError: nothing is taken.
+        """
+        async with self._warming:
+            run = self.live_run()
+            if (known := run.warmups.get(request.warmup_id)) is not None:
+                return warmup_view(known)
+            if run.renderer is None or run.info is None:
+                raise ControlRefused(
+                    Code.NOT_ROLLING, "the model is still being brought up; ask again", retry_after_s=RETRY_AFTER_S
+                )
+            _check_room(run, request.steps)
+            try:
+                conversations = await asyncio.to_thread(
+                    render_conversations,
+                    request.conversations,
+                    run.renderer,
+                    context_length=run.info.context_length,
+                )
+            except BadConversation as error:
+                raise ControlRefused(Code.BAD_REQUEST, str(error)) from None
+            warmup = Warmup(
+                request.warmup_id,
+                steps=request.steps,
+                batch_size=request.batch_size,
+                lr=request.lr or run.config.optim.lr,
+                seed=request.seed,
+                conversations=conversations,
+            )
+            await run.accept_warmup(warmup)
+            view = warmup_view(warmup)
+            self.events.emit("warmup", conversations=len(conversations), **view.model_dump())
+        self._wake()
+        return view
+
+    async def warmup_when(self, warmup_id: str, *, after: int, wait_s: float) -> WarmupView:
+        """The warm-up as it is, as soon as more than `after` of its steps are done, or it will do no more.
+
+        Raises:
+            ControlRefused: no training is live, or it has no such warm-up.
+        """
+
+        def found() -> Warmup:
+            run = self.live_run()
+            if warmup_id not in run.warmups:
+                raise ControlRefused(Code.NOT_FOUND, f"no warm-up {warmup_id!r} in this training; send it again")
+            return run.warmups[warmup_id]
+
+        found()
+        await self._wait_changed(
+            lambda: self._state not in _LIVE or len(found().done) > after or found().failed is not None, wait_s
+        )
+        return warmup_view(found())
+
     # -- what the gateway asks: clients
 
     async def register(self, request: RegisterRequest) -> ClientView:
@@ -917,7 +1069,7 @@ class SwarmServer:
 
     def agree(self, name: str, step: int) -> ClientView:
         run = self.live_run()
-        view = run.clients.agree(name, step, expected=run.next_step)
+        view = run.clients.agree(name, step, expected=run.collecting)
         self.events.emit("client", name=name, agreed=step)
         self._wake()
         return view
@@ -935,6 +1087,7 @@ class SwarmServer:
             version=swarmtune.__version__,
             state=self._state,
             step=run.step if run else 0,
+            training_step=run.training if run else None,
             weight_version=run.weight_version if run else 0,
             model=run.config.model if run else None,
             context_length=run.info.context_length if run and run.info else None,
@@ -960,7 +1113,15 @@ class SwarmServer:
 
     def pool_view(self) -> PoolView:
         run = self.live_run()
-        return run.pool.view(run.next_step)
+        view = run.pool.view(run.collecting)
+        if view.ready and run.collecting > run.next_step:
+            view.explanation += f"; it starts when step {run.training} is trained"
+        return view
+
+    async def pool_when(self, *, after: int, wait_s: float) -> PoolView:
+        """The pool, at once or as soon as a step later than `after` is collected."""
+        await self._wait_changed(lambda: self.live_run().collecting > after, wait_s)
+        return self.pool_view()
 
     async def steps_after(self, step: int, *, wait_s: float) -> list[StepRecord]:
         """Records of later steps; waits for the first one, or for the training to end."""
@@ -983,6 +1144,10 @@ class SwarmServer:
         if backend is None or self._state not in (EngineState.ROLLING, EngineState.ROLLING_POST):
             raise ControlRefused(
                 Code.NOT_ROLLING, f"no checkpoint in state {self._state}; ask again", retry_after_s=RETRY_AFTER_S
+            )
+        if run.training is not None:
+            raise ControlRefused(
+                Code.NOT_ROLLING, f"step {run.training} is being trained; ask again", retry_after_s=RETRY_AFTER_S
             )
         if (last := run.last_checkpoint) is not None and not run.needs_checkpoint():
             return last
@@ -1122,6 +1287,38 @@ def _why_not_these_weights(run: Run, evaluation: EvaluationRecord) -> ControlRef
         )
     return ControlRefused(
         Code.NOT_ROLLING, f"the weights of step {wanted} are not there yet", retry_after_s=RETRY_AFTER_S
+    )
+
+
+def _teaches(run: Run) -> bool:
+    return run.waiting_warmup() is not None
+
+
+def _check_room(run: Run, steps: int) -> None:
+    """Raises:
+    ControlRefused: more steps than max_steps leaves.
+    """
+    limit = run.config.max_steps
+    if limit is None:
+        return
+    left = limit - run.step - sum(w.steps - len(w.done) for w in run.warmups.values() if w.failed is None)
+    if steps > left:
+        raise ControlRefused(
+            Code.FINISHED,
+            f"steps: max_steps {limit} leaves {max(0, left)} steps after step {run.step}, and {steps} were asked for; "
+            "ask for fewer, or train with a larger max_steps",
+            details={"step": run.step},
+        )
+
+
+def warmup_view(warmup: Warmup) -> WarmupView:
+    return WarmupView(
+        warmup_id=warmup.warmup_id,
+        steps=warmup.steps,
+        batch_size=warmup.batch_size,
+        lr=warmup.lr,
+        done=list(warmup.done),
+        failed=warmup.failed,
     )
 
 

@@ -213,12 +213,37 @@ async def test_an_engine_lost_in_the_update_trains_the_same_batch_after_its_retu
     assert local.backend.trained_episodes == planned
 
 
-async def test_an_update_that_fails_is_tried_again_from_the_checkpoint(local):
+async def test_an_update_that_raises_costs_its_batch_says_why_and_the_training_goes_on(local):
     await local.boot()
     await step(local)
-    local.backend.fail_next("train", UpdateFailed("out of memory"))
+    local.backend.fail_next("train", UpdateFailed("a token beyond the vocabulary"))
+    failed = [(await local.run_episode("bad", float(n))).episode_id for n in range(2)]
+    await local.until(lambda: local.server.live_run().tally.dropped["update_failed"] == 2)
     assert await step(local) == 2
     assert len(local.backend.trained_episodes) == 4
+    assert not set(failed) & set(local.backend.trained_episodes)
+    (warning,) = [e.data for e in await local.server.events.after(0) if e.kind == "warning"]
+    assert (warning["code"], warning["step"], warning["episodes"]) == ("update_failed", 2, failed)
+    assert "a token beyond the vocabulary" in warning["message"]
+    assert local.server.live_run().records[-1].metrics["dropped/update_failed"] == 2.0
+    assert len(local.backends) == 1, "the engine is well and stays"
+
+
+async def test_two_updates_in_a_row_that_raise_fail_the_training_and_keep_the_second_batch(local):
+    await local.boot()
+    for n in range(2):
+        local.backend.fail_next("train", UpdateFailed("unknown key"))
+        for k in range(2):
+            await local.run_episode(f"bad-{n}", float(k))
+        if n == 0:
+            await local.until(lambda: local.server.live_run().tally.dropped["update_failed"] == 2)
+            await local.until(lambda: local.server.state is EngineState.ROLLING)
+    await local.until(lambda: local.server.state is EngineState.FAILED)
+    assert "2 updates in a row failed, the last of step 1: unknown key" in (local.server.status().reason or "")
+    await local.boot()
+    (record,) = await local.server.steps_after(0, wait_s=20)
+    assert record.metrics["episodes/trained"] == 2.0
+    assert len(local.backend.trained_episodes) == 2
 
 
 async def test_three_losses_without_a_step_end_in_failed_and_a_step_between_resets_the_count(local):

@@ -204,7 +204,8 @@ class ScriptedBackend:
     async def train(self, batch: TrainBatch) -> StepResult:
         self._raise_if_lost()
         assert self._config is not None
-        self._open.clear()
+        if not self._config.batching.overlap:
+            self._open.clear()
         try:
             await self._sleep(self._config.engine.script_update_s)
             self._raise_planned("train")
@@ -212,6 +213,9 @@ class ScriptedBackend:
             self._version = batch.step
         finally:
             self._open.set()
+        if batch.supervised_lr is not None:
+            metrics = {"sft/loss": 1.0 / batch.step, "actor/lr": batch.supervised_lr}
+            return StepResult(step=batch.step, weight_version=self._version, metrics=metrics)
         rewards = [episode.reward for episode in batch.episodes]
         tokens = sum(episode.sampled_tokens for episode in batch.episodes)
         return StepResult(

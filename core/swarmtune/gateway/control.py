@@ -38,6 +38,7 @@ from swarmtune.protocol import (
     ExportRequest,
     RegisterRequest,
     StartRequest,
+    WarmupRequest,
 )
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ class ControlRoutes:
             ("POST", "/v1/evaluations", self.begin_evaluation, (Capability.EVALUATE,)),
             ("GET", "/v1/evaluations/{id}", self.evaluation, looks),
             ("POST", "/v1/evaluations/{id}/finish", self.finish_evaluation, (Capability.EVALUATE,)),
+            ("POST", "/v1/warmup", self.warm_up, control),
+            ("GET", "/v1/warmup/{id}", self.warmup, looks),
             ("POST", "/v1/start", self.start, control),
             ("POST", "/v1/stop", self.stop, control),
             ("POST", "/v1/shutdown", self.shutdown, control),
@@ -291,7 +294,9 @@ class ControlRoutes:
         return json_response(self._server.config())
 
     async def pool(self, request: web.Request) -> web.Response:
-        return json_response(self._server.pool_view())
+        """`?after=3&wait_s=30` returns once a step later than 3 is being collected, or at the limit."""
+        after, wait_s = counter_query(request, "after"), number_query(request, "wait_s", 0.0, high=MAX_POLL_S)
+        return json_response(await self._server.pool_when(after=after, wait_s=wait_s))
 
     async def start(self, request: web.Request) -> web.Response:
         body = await read_model(request, StartRequest)
@@ -311,6 +316,17 @@ class ControlRoutes:
         after = counter_query(request, "after")
         wait_s = number_query(request, "wait_s", 0.0, high=MAX_POLL_S)
         return json_response(await self._server.steps_after(after, wait_s=wait_s))
+
+    async def warm_up(self, request: web.Request) -> web.Response:
+        body = await read_model(request, WarmupRequest)
+        return json_response(await to_the_end(self._server.warm_up(body)))
+
+    async def warmup(self, request: web.Request) -> web.Response:
+        """`?after=n&wait_s=30` returns once more than n of its steps are done, or at the limit."""
+        after = counter_query(request, "after")
+        wait_s = number_query(request, "wait_s", 0.0, high=MAX_POLL_S)
+        view = await self._server.warmup_when(request.match_info["id"], after=after, wait_s=wait_s)
+        return json_response(view)
 
     async def checkpoints(self, request: web.Request) -> web.Response:
         return json_response(self._server.checkpoints())
