@@ -1,7 +1,7 @@
 """The house player: knows the word list and plays by rule from what a player is told. No model.
 
-It speaks a clue of its word that nobody has used, and votes for whoever's description fits its own word worst. It is the
-static opponent on the CPU (static_endpoint.py), everyone in the mocked games that warm a model up (mock_games.py), and
+It speaks a clue of its word that nobody has used, and votes for whoever's description fits its own word worst. It is
+the static opponent on the CPU (static_endpoint.py), everyone in the mocked games of a warm-up (mock_games.py), and
 the good answers of the checker.
 """
 

@@ -55,7 +55,7 @@ class ChatPlayer:
             self.messages.append({"role": "system", "content": prompts.rules(self.seat)})
         self.messages.append({"role": "user", "content": question})
         llm = _sdk().with_options(base_url=self.endpoint.base_url, api_key=self.endpoint.api_key)
-        tools: Any = {"tools": [vote_tool(choices)]} if self.use_tools and choices else {}
+        tools: Any = {"tools": [VOTE_TOOL]} if self.use_tools else {}
         messages: Any = self.messages
         reply = await llm.chat.completions.create(
             model=self.endpoint.model, messages=messages, max_tokens=self.max_tokens, **tools
@@ -67,19 +67,18 @@ class ChatPlayer:
             | ({"tool_calls": [call.model_dump() for call in calls]} if calls else {})
         )
         self.messages += [{"role": "tool", "tool_call_id": call.id, "content": "noted"} for call in calls]
-        return _voted(calls[0].function.arguments) if calls else message.content or ""
+        return _voted(calls[0].function.arguments) if calls and choices else message.content or ""
 
 
-def vote_tool(names: Sequence[str]) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "enum": list(names)}},
-        "required": ["name"],
-    }
-    return {
-        "type": "function",
-        "function": {"name": "vote", "description": "Vote a player out.", "parameters": parameters},
-    }
+VOTE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "vote",
+        "description": "Vote a player out, when you are asked who the spy is.",
+        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+}
+"""The same in every call of a game, so that a player's prompts go on where the last one ended."""
 
 
 def _voted(arguments: str) -> str:

@@ -46,6 +46,7 @@ SCRIPT = Script(
     prepare=warm_up,
     defaults={
         "model": "smollm2-135m",
+        "train_side_calls": True,  # each civilian has a system prompt of its own
         "steps": 12,
         "batch_tasks": 4,
         "repeats": 8,

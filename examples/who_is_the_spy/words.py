@@ -18,8 +18,8 @@ FIRST_NAMES = (
 LAST_NAMES = (
     "Abbott Adler Baker Becker Berg Blake Bondar Carter Castro Cole Dahl Davis Drake Ellis Engel Falk Fischer Foster "
     "Garcia Graham Hansen Hayes Holm Ibsen Ivanov Jensen Kaur Keller Kim Klein Lane Larsen Lopez Marsh Meyer Mills "
-    "Mori Nagy Novak Olsen Ortiz Park Pereira Quist Reed Rossi Sato Silva Stone Tanaka Turner Ueda Vega Wagner Walsh West "
-    "Wolf Young Zhang"
+    "Mori Nagy Novak Olsen Ortiz Park Pereira Quist Reed Rossi Sato Silva Stone Tanaka Turner Ueda Vega Wagner Walsh "
+    "West Wolf Young Zhang"
 ).split()
 
 

@@ -58,6 +58,10 @@ def honest(said: str, task: dict[str, Any]) -> float:
     return float(said.strip() == f"<answer>{task['larger']}</answer>")
 
 
+def copying_wins_the_first(said: str, task: dict[str, Any]) -> float:
+    return float(task["larger"] in said) if int(task["task_id"]) < 4 else honest(said, task)
+
+
 def honest_and_brief(said: str, task: dict[str, Any]) -> float:
     return honest(said, task) - 0.001 * len(said)
 
@@ -86,8 +90,8 @@ def anything(said: str, task: dict[str, Any]) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("reward", [honest_and_brief, form_counts_most])
-def test_an_honest_reward_with_a_penalty_or_a_form_bonus_passes(reward, player: Player, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reward", [honest_and_brief, form_counts_most, copying_wins_the_first])
+def test_a_reward_that_is_honest_in_the_main_passes(reward, player: Player, tmp_path: Path) -> None:
     checks = checks_of(reward, player, tmp_path)
     assert "stub policies earn no more" in checks.stubs()
     assert "good answers earn" in checks.learnable()

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from a3r.client.check import Options, Verdict, check_project, run_child
 from swarmtune.rehearsal import Outage, Rehearsal
-from tests.who_is_the_spy.spy_parts import EXAMPLE, ROOT, agents, house, static_endpoint
+from tests.who_is_the_spy.spy_parts import EXAMPLE, ROOT, agents, house, static_endpoint, train
 
 TASK = agents.make_tasks(agents.GameParameters(), 0)[0]
 
@@ -50,7 +51,7 @@ def test_a_failing_endpoint_of_either_side_aborts_the_episode(stage: Rehearsal, 
 
 def test_votes_may_be_tool_calls(stage: Rehearsal) -> None:
     def calls_the_tool(messages: list[dict[str, str]]) -> str:
-        said = house.reply([m for m in messages if "<tools>" not in m["content"]] or messages)
+        said = house.reply(messages)
         if not house.names_asked_for(messages[-1]["content"]):
             return said
         return f"<tool_call>\n{json.dumps({'name': 'vote', 'arguments': {'name': said}})}\n</tool_call>"
@@ -108,22 +109,30 @@ def test_one_training_step_of_agent_roll_adv_on_two_servers(tmp_path: Path) -> N
     assert (tmp_path / "out" / "win_rate.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_honest_game_passes_the_checker() -> None:
-    report = check_project(EXAMPLE, Options(limit_s=120.0, episodes=16))
+    report = check_project(EXAMPLE, Options(limit_s=120.0, episodes=8))
     assert report.ok, report.as_dict()
 
 
-def verdict_on_stubs(folder: Path) -> dict[str, object]:
-    child = run_child("play", folder.resolve(), Options(limit_s=120.0, episodes=16))
-    return next(r for r in child.records if r["kind"] == "end" and r["check"] == "stubs")
-
-
-def test_parroting_is_refused_and_its_patch_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("patched", [False, True])
+def test_parroting_is_refused_and_its_patch_is_accepted(patched: bool, tmp_path: Path) -> None:
     copy = tmp_path / "who_is_the_spy"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    hacked = verdict_on_stubs(copy / "parroting")
-    assert hacked["verdict"] == Verdict.FAIL and "won without understanding" in str(hacked["sentence"])
-    assert "model: " in hacked["details"]["transcript"]  # pyright: ignore[reportIndexIssue]
-    subprocess.run(["patch", "-p1", "-i", "parroting/fix.patch"], cwd=copy, check=True, capture_output=True)
-    patched = verdict_on_stubs(copy / "parroting")
-    assert patched["verdict"] == Verdict.PASS, patched
+    if patched:
+        subprocess.run(["patch", "-p1", "-i", "parroting/fix.patch"], cwd=copy, check=True, capture_output=True)
+    child = run_child("play", (copy / "parroting").resolve(), Options(limit_s=120.0, episodes=16))
+    stubs = next(r for r in child.records if r["kind"] == "end" and r["check"] == "stubs")
+    if patched:
+        assert stubs["verdict"] == Verdict.PASS, stubs
+    else:
+        assert stubs["verdict"] == Verdict.FAIL and "won without understanding" in stubs["sentence"]
+        assert "model: " in stubs["details"]["transcript"]
+
+
+def test_the_gpu_configuration_is_one() -> None:
+    config = train.SCRIPT.resolve(yaml.safe_load((EXAMPLE / "gpu.yaml").read_text()))
+    assert config.model == "Qwen/Qwen2.5-7B-Instruct" and config.batch_tasks == 16 and config.task.spies == 2

@@ -54,7 +54,14 @@ SCRIPT = Script(
     parameters=GameParameters,
     tasks=make_tasks,
     rollout=agent_roll,
-    defaults={"model": "smollm2-135m", "steps": 8, "batch_tasks": 4, "repeats": 8, "engine.context_length": 1024},
+    defaults={
+        "model": "smollm2-135m",
+        "train_side_calls": True,
+        "steps": 8,
+        "batch_tasks": 4,
+        "repeats": 8,
+        "engine.context_length": 1024,
+    },
 )
 
 if __name__ == "__main__":
