@@ -14,10 +14,3 @@ def sums(messages: Sequence[dict[str, str]], index: int) -> str:
 
 def broken(messages: Sequence[dict[str, str]], index: int) -> str:
     raise RuntimeError("the script is broken")
-
-
-def cocktail(messages: Sequence[dict[str, str]], index: int) -> str:
-    """Sums as above; any other question gets one word, every second time."""
-    if " + " in messages[-1]["content"]:
-        return sums(messages, index)
-    return "word" if index % 2 else "two words"

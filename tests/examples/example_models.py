@@ -31,3 +31,32 @@ def computes(messages: Messages, index: int) -> str:
 def polite_by_halves(messages: Messages, index: int) -> str:
     """Polite in every second answer."""
     return "We are sorry about this and send another one." if index % 2 else "No."
+
+
+def cocktail(messages: Messages, index: int) -> str:
+    """Sums as above; any other question gets one word, every second time."""
+    if " + " in messages[-1]["content"]:
+        return sums(messages, index)
+    return "word" if index % 2 else "two words"
+
+
+def errands(messages: Messages, index: int) -> str:
+    """Looks around first, then does the errand; every third time it says it is done without doing it."""
+    told = next(m["content"] for m in messages if re.search(r"from my wallet|ill on|newest mail", m["content"]))
+    if len([m for m in messages if m["role"] == "assistant"]) == 0:
+        return "Let me see.\n```python\nprint(apis.contacts.search(name=''))\n```"
+    done = "apis.supervisor.complete_task()"
+    if index % 3 == 2:
+        return f"```python\n{done}\n```"
+    if found := re.search(r"Send (\d+) to ([\w ]+) from", told):
+        work = f"p = apis.contacts.search(name={found[2]!r})[0]\napis.wallet.send(email=p['email'], amount={found[1]})"
+    elif found := re.search(r"ill on (\w+)", told):
+        work = f"for e in apis.calendar.list(day={found[1]!r}):\n  apis.calendar.delete(event_id=e['event_id'])"
+    elif found := re.search(r"mail from ([\w ]+) with exactly '(\w+)'", told):
+        work = (
+            f"p = apis.contacts.search(name={found[1]!r})[0]\nm = apis.mail.list(sender=p['email'])[0]\n"
+            f"apis.mail.reply(mail_id=m['mail_id'], text={found[2]!r})"
+        )
+    else:
+        raise ValueError(told)
+    return f"```python\n{work}\n{done}\n```"
