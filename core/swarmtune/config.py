@@ -81,6 +81,9 @@ class BatchingConfig(_Part):
     """How long `rolling_post` lets running episodes finish."""
     stragglers: Literal["carry", "expire"] = "carry"
     """What happens to episodes still running at the drain deadline: carried into the next step, or expired."""
+    overlap: bool = False
+    """True: while a step trains, episodes go on and new ones are claimed for the next. Nothing is drained, and what is
+    sampled meanwhile is one weight version old: algorithm.rollout_correction is per token unless given."""
     max_staleness: int = Field(default=4, ge=0)
     """Finished episodes claimed more than this many weight versions ago are rejected as stale."""
     quorum: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -263,10 +266,47 @@ class VllmConfig(_Part):
     """How long a server may take until it answers."""
 
 
+class VerlConfig(_Part):
+    """engine.kind verl: training and generation by veRL's hybrid engine on GPUs (docs/gpus.md)."""
+
+    rollout: Literal["vllm", "sglang"] = "vllm"
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Generation on the trainer's GPUs in turn with it, or on GPUs of its own."""
+    nodes: int = Field(default=1, ge=1)
+    gpus_per_node: int = Field(default=1, ge=1)
+    """The trainer's."""
+    rollout_nodes: int = Field(default=1, ge=1)
+    rollout_gpus_per_node: int = Field(default=1, ge=1)
+    """separate: those that generate."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """A replica of the model spans tensor_parallel × pipeline_parallel GPUs."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of a GPU's memory that generation may take."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Any key of veRL's, dotted: {"actor_rollout_ref.rollout.enforce_eager": true}. They win."""
+
+    @property
+    def generating_gpus(self) -> int:
+        if self.placement == "colocated":
+            return self.nodes * self.gpus_per_node
+        return self.rollout_nodes * self.rollout_gpus_per_node
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        replica = self.tensor_parallel * self.pipeline_parallel
+        if self.generating_gpus % replica:
+            raise ValueError(
+                f"tensor_parallel × pipeline_parallel: replicas of {replica} GPUs do not fill {self.generating_gpus}; "
+                "change either"
+            )
+        return self
+
+
 class EngineConfig(_Part):
     """Where answers come from and how big it may get."""
 
-    kind: Literal["hf", "vllm", "scripted"] = "hf"
+    kind: Literal["hf", "vllm", "verl", "scripted"] = "hf"
     max_batch: int = Field(default=64, ge=1)
     """Requests generated together; more wait."""
     context_length: int = Field(default=2048, ge=16)
@@ -280,6 +320,7 @@ class EngineConfig(_Part):
     script_update_s: float = Field(default=0.0, ge=0.0)
     """scripted: how long the pretend update takes."""
     vllm: VllmConfig = VllmConfig()
+    verl: VerlConfig = VerlConfig()
 
 
 class TrainerConfig(_Part):
@@ -369,12 +410,34 @@ class TrainConfig(_Part):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_what_overlaps(cls, data: Any) -> Any:
+        """Tokens sampled while a step trains are from the weights before it: corrected, unless that is given."""
+        if not isinstance(data, Mapping):
+            return data
+        batching, algorithm = data.get("batching") or {}, data.get("algorithm", {})
+        overlap = batching.overlap if isinstance(batching, BatchingConfig) else dict(batching).get("overlap")
+        if overlap is not True:
+            return data
+        correction = RolloutCorrectionConfig(rollout_is="token")
+        if isinstance(algorithm, AlgorithmConfig) and "rollout_correction" not in algorithm.model_fields_set:
+            return {**data, "algorithm": algorithm.model_copy(update={"rollout_correction": correction})}
+        if isinstance(algorithm, Mapping) and "rollout_correction" not in algorithm:
+            return {**data, "algorithm": {**algorithm, "rollout_correction": correction}}
+        return data
+
     @model_validator(mode="after")
     def _combination(self) -> Self:
         if self.algorithm.advantage in {"grpo", "rloo"} and self.repeats < 2:
             raise ValueError(
                 f"repeats: {self.repeats} with algorithm.advantage {self.algorithm.advantage!r} gives every episode "
                 "advantage 0; set repeats to 2 or more, or take 'reinforce_plus_plus'"
+            )
+        if self.batching.overlap and self.batching.max_staleness < 1:
+            raise ValueError(
+                "batching.max_staleness: 0 with batching.overlap drops all that is sampled during an update; set it to "
+                "1 or more"
             )
         if self.sampling.max_tokens >= self.engine.context_length:
             raise ValueError(

@@ -444,7 +444,8 @@ class Run:
         """Raises:
         LaneError, JournalError
         """
-        record = self.lane.prepare(request, weight_version=self.weight_version)
+        # While a step trains, an episode that is claimed next runs under the weights that come of it.
+        record = self.lane.prepare(request, weight_version=self.training or self.weight_version)
         await self.journal.write(EvaluationWritten(record))
         self.lane.put(record)
         return record

@@ -806,7 +806,7 @@ class SwarmServer:
             return refusal
         # A step that begins waits for episodes of an evaluation: those still to come must get in.
         held = evaluation is not None and self._state is EngineState.ROLLING_POST
-        if self._state is not EngineState.ROLLING and not held:
+        if (self._state is not EngineState.ROLLING and not held) or run.training is not None:
             return self._not_rolling()
         if run.book.places_left("evaluate") < 1:
             return ControlRefused(

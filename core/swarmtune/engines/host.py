@@ -1,7 +1,8 @@
 """The engine process: `python -m swarmtune.engines.host --fd N --parent PID`, started by process.ProcessBackend.
 
 Holds weights, optimizer and engine. The event loop in the main thread answers frames; everything that computes runs on
-one torch thread in the order it was asked for, so an update never overlaps a decode step. A bad request is answered by
+one torch thread in the order it was asked for, so an update never overlaps a decode step; with batching.overlap the
+trainer has a thread of its own, and only the weights' hand-over pauses generation. A bad request is answered by
 an error frame; only an update or weight copy that failed half-way ends the process, because half-updated weights must
 not answer. It ignores SIGINT (the server decides), ends at once on SIGTERM, and dies with its server however that ends.
 """
@@ -56,7 +57,13 @@ def _vllm_engine() -> type[Engine]:
     return VllmEngine
 
 
-ENGINES: dict[str, Callable[[], type[Engine]]] = {"hf": _hf_engine, "vllm": _vllm_engine}
+def _verl_engine() -> type[Engine]:
+    from swarmtune.engines.verl import VerlEngine
+
+    return VerlEngine
+
+
+ENGINES: dict[str, Callable[[], type[Engine]]] = {"hf": _hf_engine, "vllm": _vllm_engine, "verl": _verl_engine}
 
 
 class EngineHost:
@@ -65,6 +72,8 @@ class EngineHost:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+        self._trainer_thread = self._torch_thread
+        """With batching.overlap a thread of its own, so that decode steps go on during an update."""
         self._engine: Engine | None = None
         self._trainer: Trainer | None = None
         self._updating = asyncio.Lock()
@@ -142,6 +151,8 @@ class EngineHost:
         if self._engine is not None:
             raise StartFailed("this engine process has a model already; start another one")
         config = TrainConfig.model_validate(frame["config"])
+        if config.batching.overlap:
+            self._trainer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         resume = Path(frame["resume"]) if frame["resume"] else None
         try:
             self._engine, self._trainer, step = await self._on_torch_thread(
@@ -181,10 +192,13 @@ class EngineHost:
         async with self._updating:
             times = Stopwatch()
             try:
-                await engine.pause(drain_s=DRAIN_S)
-                times.lap("s/drain")
+                if not self._overlaps:
+                    await engine.pause(drain_s=DRAIN_S)
+                    times.lap("s/drain")
                 metrics = await self._update(trainer, batch)
                 times.skip()
+                if self._overlaps:
+                    await engine.pause(drain_s=0.0)
                 await self._hand_over_weights(engine, trainer, batch.step)
                 times.lap("s/weight_sync")
             finally:
@@ -198,7 +212,7 @@ class EngineHost:
         from swarmtune.trainer.trainer import HalfUpdated
 
         try:
-            return dict(await self._on_torch_thread(lambda: trainer.update(batch)))
+            return dict(await self._on_trainer_thread(lambda: trainer.update(batch)))
         except HalfUpdated:
             log.exception("update failed half-way; ending, so that the last checkpoint is loaded")
             leave(1)
@@ -227,14 +241,14 @@ class EngineHost:
 
     async def _track(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
         try:
-            await self._on_torch_thread(lambda: trainer.track(metrics, step))
+            await self._on_trainer_thread(lambda: trainer.track(metrics, step))
         except Exception:  # the step is done: a tracking service must not undo it
             log.exception("metrics could not be tracked")
 
     async def _save(self, frame: Frame) -> None:
         _, trainer = self._loaded()
         async with self._updating:
-            await self._on_torch_thread(lambda: trainer.save(Path(frame["path"])))
+            await self._on_trainer_thread(lambda: trainer.save(Path(frame["path"])))
 
     async def _stop(self, frame: Frame) -> None:
         """End the process politely: an update or a checkpoint under way is finished first."""
@@ -242,7 +256,7 @@ class EngineHost:
             if self._engine is not None:
                 await self._engine.close()
             if self._trainer is not None:
-                await self._on_torch_thread(self._trainer.close)
+                await self._on_trainer_thread(self._trainer.close)
         self._send({"id": frame["id"], "ok": None})
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
@@ -252,6 +266,13 @@ class EngineHost:
         if self._engine is None or self._trainer is None:
             raise RequestRefused("no model is loaded; start first")
         return self._engine, self._trainer
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._trainer_thread is not self._torch_thread
+
+    async def _on_trainer_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, work)
 
     async def _on_torch_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)

@@ -33,7 +33,7 @@ _TAIL_LINES = 40
 _SETTLE_S = 1.0
 """Between the two signs of an end, the closed connection and the exit: the other one follows at once, or never."""
 SILENT_S = 120.0
-"""A process that answers no ping for so long is lost: frozen, or stuck where its event loop cannot run. The loop answers
+"""A process that answers no ping for so long is lost: frozen, or stuck where its event loop cannot run. It does answer
 while a torch thread computes, so only a machine out of breath comes near this."""
 _STRETCHES = 12
 """Of SILENT_S, after each of which the process is looked at. Counted, not measured: time in which this process itself
