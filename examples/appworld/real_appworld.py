@@ -10,6 +10,7 @@ import contextlib
 import queue
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,12 +54,13 @@ class AppWorldServer:
 
     def __init__(self, root: Path, *, python: Path = PYTHON, url: str | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()
         if url is None:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             command = [str(python.parent / "appworld"), "serve", "environment", "--port", str(port), "--no-show-usage"]
             self._process = subprocess.Popen(
-                [*command, "--root", str(root)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                [*command, "--root", str(root)], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
             )
             url = f"http://127.0.0.1:{port}"
         self._http = httpx.Client(base_url=url, timeout=_CALL_S)
@@ -70,12 +72,18 @@ class AppWorldServer:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self._process is not None and self._process.poll() is not None:
-                raise EnvironmentBroken(f"AppWorld's server ended with status {self._process.returncode}")
+                raise EnvironmentBroken(
+                    f"AppWorld's server ended with status {self._process.returncode}: {self._last_lines()}"
+                )
             with contextlib.suppress(httpx.TransportError):
                 self._http.get("/").raise_for_status()
                 return
             time.sleep(0.1)
         raise EnvironmentBroken(f"AppWorld's server did not answer within {_START_S:.0f} s")
+
+    def _last_lines(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-1000:].decode(errors="replace").strip()
 
     def post(self, path: str, **body: Any) -> Any:
         """The answer's output.
@@ -93,6 +101,7 @@ class AppWorldServer:
         if self._process is not None:
             self._process.terminate()
             self._process.wait(30)
+        self._log.close()
 
 
 class RealWorld:
