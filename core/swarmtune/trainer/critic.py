@@ -28,7 +28,8 @@ def build_critic(config: TrainConfig, policy_path: Path, *, work_dir: Path) -> W
         ConfigError: `critic.model` cannot be found, or reads other tokens than the policy.
     """
     assert config.critic is not None
-    cpu_platform.activate()
+    if config.engine.kind != "verl":
+        cpu_platform.activate()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 

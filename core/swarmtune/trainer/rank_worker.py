@@ -39,7 +39,10 @@ class RankWorker(Worker):
 
     def load(self, name: str, config: Any, seed: int) -> tuple[Any, Sizes]:
         """Load a model under a name; its Hugging Face configuration and its sizes over all ranks."""
-        self._models[name] = model = RankModel(config, seed, first=self.rank == 0)
+        torch.manual_seed(seed)
+        worker = TinkerTrainingWorker(config)
+        worker.reset()
+        self._models[name] = model = RankModel(worker, first=self.rank == 0)
         return model.hf_config, model.sizes
 
     def unload(self, name: str) -> None:
@@ -53,11 +56,9 @@ class RankWorker(Worker):
 class RankModel:
     """This rank's shards of one model: veRL's TinkerTrainingWorker, called for many micro-batches at once."""
 
-    def __init__(self, config: Any, seed: int, *, first: bool) -> None:
+    def __init__(self, worker: TinkerTrainingWorker, *, first: bool) -> None:
         """`first`: this is rank 0, which hands out the weights."""
-        torch.manual_seed(seed)
-        self._worker = TinkerTrainingWorker(config)
-        self._worker.reset()
+        self._worker = worker
         self._first = first
         self._handed: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.hf_config = self._worker.model_config.hf_config
@@ -71,10 +72,12 @@ class RankModel:
         self._worker.optimizer_zero_grad()
 
     def forward_backward(self, micros: list[TensorDict]) -> list[TensorDict]:
-        return [self._worker.forward_backward(micro) for micro in micros]
+        with self._engine.train_mode(zero_grad_on_exit=False):  # what is offloaded is brought once, not per micro-batch
+            return [self._worker.forward_backward(_as_loaded(micro)) for micro in micros]
 
     def infer_batch(self, micros: list[TensorDict]) -> list[TensorDict]:
-        return [self._worker.infer_batch(micro) for micro in micros]
+        with self._engine.eval_mode():
+            return [self._worker.infer_batch(_as_loaded(micro)) for micro in micros]
 
     def optimizer_step(self, settings: Any) -> float:
         return self._worker.optimizer_step(settings)["grad_norm"]
@@ -111,6 +114,11 @@ class RankModel:
         if close is not None:
             close()
         self._handed = iter(())
+
+
+def _as_loaded(micro: TensorDict) -> TensorDict:
+    tu.assign_non_tensor(micro, disable_auto_offload=True)
+    return micro
 
 
 class SkipPadding:

@@ -77,16 +77,11 @@ class RaySession:
         """
         if self._group is None:
             raise WorkersLost("the processes of the trainer are gone")
-        references = self._group.execute_all_async(method, *per_rank)
-        waiting = references
         try:
-            while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1)
-                ray.get(done)
-            return ray.get(references)
+            return gather(self._group.execute_all_async(method, *per_rank))
         except RayError as error:
             self._end_ranks()
-            raise WorkersLost(f"a rank of the trainer failed: {reason(error)}") from error
+            raise WorkersLost(f"a rank of the trainer failed: {last_line(error)}") from error
 
     @property
     def is_lost(self) -> bool:
@@ -152,10 +147,10 @@ def _start(config: RayConfig, folder: Path) -> None:
 def _join(config: RayConfig) -> None:
     try:
         ray.init(address=config.address, log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
+    except (ConnectionError, RuntimeError, ValueError) as error:  # Ray has no type of its own for it
         raise ConfigError(
-            f"ray.address: no Ray cluster answers at {config.address!r}; start one with `ray start --head`, or leave "
-            "ray.address out"
+            f"ray.address: no Ray cluster can be joined at {config.address!r} ({last_line(error)}); start one with "
+            "`ray start --head`, set RAY_AUTH_MODE=token where it asks for a token, or leave ray.address out"
         ) from error
 
 
@@ -189,10 +184,8 @@ def threads_of(config: TrainConfig, places: RayConfig) -> int:
 
 def environment_of(threads: int) -> dict[str, str]:
     """Of a rank's process: veRL's platform, and this package where it is only on sys.path."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
     return {
-        "PYTHONPATH": f"{package_root}{os.pathsep}{path}" if path else package_root,
+        "PYTHONPATH": package_path(),
         "VERL_PLATFORM": "cpu",
         "VERL_USE_EXTERNAL_MODULES": "swarmtune.trainer.cpu_platform",
         "OMP_NUM_THREADS": str(threads),
@@ -202,8 +195,24 @@ def environment_of(threads: int) -> dict[str, str]:
     }
 
 
-def reason(error: RayError) -> str:
-    """The last line that says something: Ray wraps the rank's whole traceback."""
+def package_path() -> str:
+    """PYTHONPATH with which another process finds this package."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return f"{package_root}{os.pathsep}{path}" if path else package_root
+
+
+def gather(references: list[Any]) -> list[Any]:
+    """What the calls return; raises as soon as one of them fails, whatever the others wait for."""
+    waiting = list(references)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        ray.get(done)
+    return ray.get(references)
+
+
+def last_line(error: Exception) -> str:
+    """The last line that says something: Ray wraps whole tracebacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -1,17 +1,18 @@
-"""`worker.Workers` over Ray: one model on the ranks of the process's Ray session, which its other models share."""
+"""`worker.Workers` over Ray: one model on ranks that the process's other models share."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDict
 
 from swarmtune.config import TrainConfig
-from swarmtune.trainer.ray_session import RaySession, close_session, open_session
+from swarmtune.trainer.ray_session import close_session, open_session
+from swarmtune.trainer.worker import Sizes
 
 PIECE_BYTES = 32 << 20
 """Weights travel from rank 0 in pieces of about this size."""
@@ -19,34 +20,57 @@ PIECE_BYTES = 32 << 20
 _numbers = itertools.count()
 
 
+class Ranks(Protocol):
+    """Processes that hold shards of models: a RaySession, or a VerlCluster."""
+
+    ranks: int
+
+    @property
+    def is_lost(self) -> bool: ...
+
+    def call(self, method: str, *per_rank: list[Any]) -> list[Any]:
+        """A method on each rank, each argument being a list of one value per rank.
+
+        Raises:
+            WorkersLost: it failed on one of them; all are gone.
+        """
+        ...
+
+
 class RayWorkers:
     """`worker.Workers` says what each method promises; each raises WorkersLost when a rank fails or is gone."""
 
-    def __init__(self, config: TrainConfig, worker_config: Any, *, work_dir: Path) -> None:
-        """Load the model on all ranks.
+    def __init__(self, group: Ranks, name: str, loaded: tuple[Any, Sizes], *, release: Callable[[], None]) -> None:
+        """A model that the ranks have loaded as `name`.
+
+        Args:
+            loaded: its Hugging Face configuration and sizes.
+            release: called once, when it is closed.
+        """
+        self.ranks = group.ranks
+        self.hf_config, self.sizes = loaded
+        self._name = name
+        self._release = release
+        self._group: Ranks | None = group
+
+    @classmethod
+    def load(cls, group: Ranks, worker_config: Any, seed: int, *, release: Callable[[], None]) -> Self:
+        """Load a model on all ranks.
 
         Args:
             worker_config: veRL's TrainingWorkerConfig.
-            work_dir: where Ray keeps its files when it is started here.
+            release: called once, when the model is closed or could not be loaded.
 
         Raises:
-            ConfigError: no such cluster, or too few processors.
             WorkersLost: a rank could not load the model; the message has its error.
         """
-        self._name = f"model-{next(_numbers)}"
-        self._session: RaySession | None = open_session(config, work_dir)
-        self.ranks = self._session.ranks
+        name = f"model-{next(_numbers)}"
         try:
-            loaded = self._session.call("load", *self._alike(self._name, worker_config, config.seed))
+            loaded = group.call("load", *([value] * group.ranks for value in (name, worker_config, seed)))
         except BaseException:
-            self.close()
+            release()
             raise
-        self.hf_config, self.sizes = loaded[0]
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks' processes."""
-        return self._session.pids if self._session is not None else []
+        return cls(group, name, loaded[0], release=release)
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         self._call("set_loss_fn", loss_fn)
@@ -76,14 +100,14 @@ class RayWorkers:
         self._call("load_checkpoint", str(folder))
 
     def close(self) -> None:
-        session, self._session = self._session, None
-        if session is None:
+        group, self._group = self._group, None
+        if group is None:
             return
         try:
-            if not session.is_lost:
-                session.call("unload", *[[self._name] * self.ranks])
+            if not group.is_lost:
+                group.call("unload", [self._name] * self.ranks)
         finally:
-            close_session(session)
+            self._release()
 
     def _gathered(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors from rank 0, a piece at a time."""
@@ -93,7 +117,7 @@ class RayWorkers:
                 for name, values in piece:
                     yield name, torch.from_numpy(values.copy())  # what Ray hands out is read-only shared memory
         finally:
-            if self._session is not None and not self._session.is_lost:
+            if self._group is not None and not self._group.is_lost:
                 self._call("close_tensors")
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -105,9 +129,20 @@ class RayWorkers:
         return [output for of_round in zip(*outputs, strict=True) for output in of_round]
 
     def _on_ranks(self, method: str, *per_rank: list[Any]) -> list[Any]:
-        if self._session is None:
+        if self._group is None:
             raise RuntimeError("this model is closed")
-        return self._session.call("call", *self._alike(self._name, method), *per_rank)
+        return self._group.call("call", *self._alike(self._name, method), *per_rank)
 
     def _alike(self, *values: Any) -> list[list[Any]]:
         return [[value] * self.ranks for value in values]
+
+
+def load_over_ray(config: TrainConfig, worker_config: Any, *, work_dir: Path) -> RayWorkers:
+    """A model on the ranks of the process's Ray session, which is started where there is none.
+
+    Raises:
+        ConfigError: no such cluster, or too few processors.
+        WorkersLost: the ranks or the model did not come up; the message has the error.
+    """
+    session = open_session(config, work_dir)
+    return RayWorkers.load(session, worker_config, config.seed, release=lambda: close_session(session))

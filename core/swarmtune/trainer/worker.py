@@ -195,16 +195,26 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True,
     Raises:
         ConfigError: `ray`: no such cluster, or too few processors.
     """
-    cpu_platform.activate()
+    if config.engine.kind == "verl":
+        from swarmtune.engines.verl_cluster import current_cluster
+
+        if trained:
+            return current_cluster().policy()
+    else:
+        cpu_platform.activate()
     return start_workers(config, worker_config(config, model_path, trained=trained), work_dir=work_dir)
 
 
 def start_workers(config: TrainConfig, verl_config: Any, *, work_dir: Path) -> Workers:
     """The model that veRL's TrainingWorkerConfig describes, here or over Ray. Raises as `build_worker` does."""
-    if config.ray is not None:
-        from swarmtune.trainer.ray_workers import RayWorkers
+    if config.engine.kind == "verl":
+        from swarmtune.engines.verl_cluster import current_cluster
 
-        return RayWorkers(config, verl_config, work_dir=work_dir)
+        return current_cluster().load(verl_config, config.seed)
+    if config.ray is not None:
+        from swarmtune.trainer.ray_workers import load_over_ray
+
+        return load_over_ray(config, verl_config, work_dir=work_dir)
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     ensure_process_group()
