@@ -146,6 +146,8 @@ class RollingBatch:
         self._cache = RowCache(max_batch + evaluation_slots, context_length)
         self._store = PrefixStore(_prefix_bytes())
         self._running: list[Running] = []
+        self._joined_last = False
+        """Requests joined in the last round, so that those that were running got no token in it."""
         self._params: RowParams | None = None
         self._waiting: dict[Lane, deque[Running]] = {"train": deque(), "evaluate": deque()}
         """In turns, the lane that comes first stands first."""
@@ -196,13 +198,14 @@ class RollingBatch:
         self._empty_inbox()
         emissions: list[Emission] = []
         joined: list[Running] = []
-        if admit and any(waiting and self._free(lane) for lane, waiting in self._waiting.items()):
+        if admit and self._may_admit():
             first = len(self._running)
             logits = self._admit()
             joined = self._running[first:]
             emissions += self._advance(joined, logits)
         if self._running and not joined:
             emissions += self._advance(list(self._running), self._forward_running())
+        self._joined_last = bool(joined)
         return emissions
 
     def hold(self) -> None:
@@ -256,6 +259,14 @@ class RollingBatch:
 
     def _lane_of(self, running: Running) -> Lane:
         return running.request.lane if self._rows_of["evaluate"] else "train"
+
+    def _may_admit(self) -> bool:
+        """Whether requests join in this round. After a round of newcomers, a lane that had none gets its next token
+        first: no stream of one lane keeps the other from going on."""
+        joining = {lane for lane, waiting in self._waiting.items() if waiting and self._free(lane)}
+        if not joining or not self._joined_last:
+            return bool(joining)
+        return all(self._lane_of(running) in joining for running in self._running)
 
     def _free(self, lane: Lane) -> int:
         """Rows that requests of a lane may still take."""
