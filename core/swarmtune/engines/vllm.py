@@ -150,6 +150,9 @@ class VllmEngine:
                             return
             except Interrupted:
                 answer.cut_off()
+            except _Mislabelled as error:
+                self._replicas.suspect(replica)
+                raise GenerateFailed(str(error)) from error
             except Unreachable as error:
                 await self._note_failure(replica, client, answer, error)
 
@@ -162,7 +165,7 @@ class VllmEngine:
         answer.cut_off()
         if replica.client is not client:  # it is being brought up again
             return
-        if answer.mislabelled or not await client.healthy(timeout_s=HEALTH_S):
+        if not await client.healthy(timeout_s=HEALTH_S):
             log.warning("a vLLM server failed under a generation", extra={"reason": str(error)})
             if replica.client is client:
                 self._replicas.suspect(replica)
@@ -277,6 +280,10 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
 
 
+class _Mislabelled(Exception):
+    """The server answered with other weights than it was given, as one that was started anew behind our back."""
+
+
 @dataclass(slots=True)
 class _Answer:
     """One generation over all its attempts."""
@@ -289,8 +296,6 @@ class _Answer:
     finished: bool = False
     failures: int = 0
     """In a row without a token, on servers that were well."""
-    mislabelled: bool = False
-    """The last attempt's server answered with weights that it was not given."""
     _withheld: list[GenerateChunk] = field(default_factory=list)
     """Of a constrained answer, until it is whole."""
 
@@ -322,11 +327,10 @@ class _Answer:
         """Record a piece; the chunks that are to be delivered now.
 
         Raises:
-            Unreachable: the server answered with other weights than it was given.
+            _Mislabelled
         """
-        self.mislabelled = self.labels and bool(piece.weight_labels - {label_of(version)})
-        if self.mislabelled:
-            raise Unreachable(f"answered by weights {sorted(piece.weight_labels)}, not {label_of(version)}")
+        if self.labels and piece.weight_labels - {label_of(version)}:
+            raise _Mislabelled(f"sampled by weights {sorted(piece.weight_labels)}, not by {label_of(version)}")
         chunk = self._chunk(piece, version)
         if chunk.token_ids:
             self.failures = 0

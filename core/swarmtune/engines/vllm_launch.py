@@ -11,13 +11,14 @@ Runs where swarmtune is not installed, so it needs the standard library and vLLM
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+SPAWNER = "SWARMTUNE_VLLM_SPAWNER"
+"""In the environment of a spawned process: who spawned it, so that it can tell whether that one is still there."""
 
 
 def leave_import_path() -> None:
@@ -31,6 +32,7 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
+    os.environ[SPAWNER] = str(os.getpid())
 
 
 def offer_to_the_oom_killer() -> None:
@@ -51,7 +53,7 @@ def report_whole_distribution() -> None:
     from vllm.v1.sample import sampler  # pyright: ignore[reportMissingImports] - in vLLM's interpreter alone
     from vllm.v1.structured_output import utils  # pyright: ignore[reportMissingImports] - the same
 
-    mask = utils.apply_grammar_bitmask
+    plain_sampler, mask = sampler.Sampler, utils.apply_grammar_bitmask
     unmasked: list[torch.Tensor] = []
     """(R, V) logits of the present step, when a grammar cut some of them."""
 
@@ -59,7 +61,7 @@ def report_whole_distribution() -> None:
         unmasked[:] = [logits.clone()]
         mask(scheduler_output, grammar_output, input_batch, logits)
 
-    class WholeDistributionSampler(sampler.Sampler):
+    class WholeDistributionSampler(plain_sampler):
         """vLLM's sampler, whose raw logprobs know the temperature."""
 
         _whole: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -74,7 +76,7 @@ def report_whole_distribution() -> None:
 
         def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
             if self._whole is None:
-                return sampler.Sampler.compute_logprobs(logits)
+                return plain_sampler.compute_logprobs(logits)
             whole_R_V, temperature_R = self._whole
             if temperature_R is not None:
                 counted_R = torch.where(temperature_R < sampler._SAMPLING_EPS, 1.0, temperature_R)
@@ -111,6 +113,6 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
     leave_import_path()
-    if (spawner := multiprocessing.parent_process()) is not None and spawner.pid is not None:
-        die_with_parent(spawner.pid)
+    if SPAWNER in os.environ:
+        die_with_parent(int(os.environ[SPAWNER]))
     report_whole_distribution()
