@@ -93,6 +93,10 @@ class AsyncEpisode:
         self.seed = seed
         self.result: EndResult | None = None
         """What the server made of it; None until `end` returned."""
+        self.reward: float | None = None
+        """The last one that `end` was given."""
+        self.metrics: dict[str, float] = {}
+        """Sent with `end`, besides those it is given."""
         self._transport = transport
         self._submission_id = uuid.uuid4().hex
         self._aborted = False
@@ -132,7 +136,9 @@ class AsyncEpisode:
             BadReward: not a finite number; the episode stays open.
             EpisodeGone: expired, aborted or unknown to a server that lost it.
         """
-        body = EndRequest(reward=reward, metrics=dict(metrics or {}), submission_id=self._submission_id)
+        told = self.metrics | dict(metrics or {})
+        body = EndRequest(reward=reward, metrics=told, submission_id=self._submission_id)
+        self.reward = reward
         self.result = await _patiently(
             lambda: self._transport.post(f"/v1/episodes/{self.episode_id}/end", EndResult, body), PATIENCE_S
         )

@@ -1,10 +1,11 @@
 """The training loop of a client: keeps one server fed with episodes until it has done so many steps.
 
 For each step the feeder plans `batch_tasks` tasks (or its share) with `repeats` episodes each and runs them with
-bounded parallelism. What always holds: a failed episode is run again, a task that keeps failing is replaced, so a batch
-is never left one episode short; what a step did not take is finished for the next one; when the plan is done and the
-server still waits, the feeder asks the pool why, agrees where the policy wants that, and plans more where tasks are
-missing; after the last step it claims nothing more. Order of tasks and sampling seeds depend on nothing but the seed.
+bounded parallelism; where steps overlap, the next one while the last one trains. What always holds: a failed episode is
+run again, a task that keeps failing is replaced, so a batch is never left one episode short; what a step did not take
+is finished for the next one; when the plan is done and the server still waits, the feeder asks the pool why, agrees
+where the policy wants that, and plans more where tasks are missing; after the last step it claims nothing more. Order
+of tasks and sampling seeds depend on nothing but the seed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarmtune.client import AsyncEpisode, AsyncSwarmClient
+from swarmtune.config import BASELINE_METRIC
 from swarmtune.errors import (
     AccessDenied,
     BadConfig,
@@ -54,6 +56,9 @@ class _Task:
     """How often the run came to this task before."""
     missing: int
     """Episodes not yet accepted by the server."""
+    baseline: float | None = None
+    """remax: the reward of the greedy answer; None until it was played."""
+    playing_baseline: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,9 @@ class Feeder:
         self._running: dict[asyncio.Task[None], _Slot] = {}
         self._unfinished: dict[_Task, None] = {}
         self._planned_step = 0
+        self._overlap = False
+        self._seen_collecting = 0
+        """Of overlapping steps: the one that the server said it collects."""
         self._planned_ids: set[str] = set()
         self._deferred: list[tuple[int, int]] = []
         """Drawn too early: (index, visit)."""
@@ -122,6 +130,7 @@ class Feeder:
     async def run(self) -> list[StepRecord]:
         """Feed until the goal is reached; cleans up whatever happens."""
         config = await self._client.config()
+        self._wants_baselines = config.algorithm.advantage == "remax"
         if self._client.name is not None:
             await self._client.register()
         elif config.batching.policy in _AGREEMENT:
@@ -129,6 +138,7 @@ class Feeder:
         self._tasks_per_step = self._client.share or config.batch_tasks
         self._repeats = config.repeats
         self._policy = config.batching.policy
+        self._overlap = config.batching.overlap
         if self._policy in _COUNTS_TASKS and len(self._ids) < self._tasks_per_step:
             raise ValueError(
                 f"tasks: {len(self._ids)} of them, but a step takes {self._tasks_per_step} different ones; "
@@ -137,6 +147,7 @@ class Feeder:
         self._order = order_of(len(self._tasks), config.seed if self._seed is None else self._seed)
         self._seed = config.seed if self._seed is None else self._seed
         self._steps.step = (await self._client.status()).step
+        self._pass_over(self._step)
         bar = _ProgressBar(self._goal, self._tasks_per_step * self._repeats, self._show)
         watcher = asyncio.create_task(self._steps.follow(bar.step, self._on_step), name="steps of the swarm server")
         try:
@@ -149,7 +160,7 @@ class Feeder:
                         await self._wait(watcher)
                     elif self._finished is None:
                         await self._ask_why(watcher)
-                    elif self._step < (await self._client.status()).step:
+                    elif await self._may_step_yet():
                         await self._wait_step(watcher)
                     else:
                         raise self._finished
@@ -162,17 +173,37 @@ class Feeder:
     def _step(self) -> int:
         return self._steps.step
 
+    @property
+    def _collecting(self) -> int:
+        """The step that episodes claimed now are for."""
+        return max(self._step + 1, self._seen_collecting)
+
+    async def _may_step_yet(self) -> bool:
+        """Whether a server that grants no more episodes has a step that is not counted here, or will be soon."""
+        status = await self._client.status()
+        return self._step < status.step or status.training_step is not None
+
     # -- planning
 
     def _plan_step(self) -> None:
         """Once per step: what the last one left unfinished, filled up with new tasks."""
-        collecting = self._step + 1
-        if self._planned_step < collecting or self._steps.went_back:
+        if self._steps.went_back:
             self._steps.went_back = False
+            self._planned_step, self._seen_collecting = self._step, 0
+        collecting = self._collecting
+        if self._planned_step < collecting <= self._goal:
             self._planned_step = collecting
             self._dropped = 0
             self._planned_ids = {task.task_id for task in self._unfinished}
             self._add_tasks(self._tasks_per_step - len(self._unfinished))
+
+    def _pass_over(self, steps: int) -> None:
+        """Draw what so many steps took when nothing failed: a training that goes on goes on in the order of tasks."""
+        for _ in range(steps):
+            self._planned_ids.clear()
+            for _ in range(self._tasks_per_step):
+                self._planned_ids.add(self._ids[self._next_task()[0]])
+        self._planned_ids.clear()
 
     def _add_tasks(self, count: int) -> None:
         for _ in range(count):
@@ -213,7 +244,10 @@ class Feeder:
         assert self._seed is not None
         task = slot.task
         seed = episode_seed(self._seed, task.task_id, task.visit, slot.repeat, slot.attempt)
+        baseline = await self._baseline(task) if self._wants_baselines else None
         episode = await self._claim(task.task_id, seed)
+        if baseline is not None:
+            episode.metrics[BASELINE_METRIC] = baseline
         try:
             outcome = await play(self._rollout, task.task, episode, timeout_s=self._timeout_s)
             if outcome is not None:
@@ -224,6 +258,26 @@ class Feeder:
         if episode.result is None or episode.result.outcome == "rejected":
             raise EpisodeRejected(episode.result) if episode.result else RuntimeError("the rollout aborted its episode")
         bar.episode(outcome.reward if outcome else None)
+
+    async def _baseline(self, task: _Task) -> float:
+        """The reward of the task's greedy answer, played once per visit as an evaluation episode.
+
+        Raises:
+            Exception: whatever made it fail; it is played again for the next attempt.
+        """
+        async with task.playing_baseline:
+            if task.baseline is None:
+                task.baseline = await self._play_greedily(task)
+            return task.baseline
+
+    async def _play_greedily(self, task: _Task) -> float:
+        async with self._client.episode(task.task_id, kind="evaluate", sampling={"temperature": 0.0}) as episode:
+            outcome = await play(self._rollout, task.task, episode, timeout_s=self._timeout_s)
+            if outcome is not None:
+                await episode.end(outcome.reward, outcome.metrics)
+        if episode.reward is None:
+            raise RuntimeError("the rollout aborted the greedy episode whose reward is the task's baseline")
+        return float(episode.reward)
 
     async def _claim(self, task_id: str, seed: int) -> AsyncEpisode:
         while True:
@@ -300,15 +354,25 @@ class Feeder:
 
     async def _ask_why(self, watcher: asyncio.Task[None]) -> None:
         """The plan is done: agree where that is asked for, plan more where tasks are missing, and wait a little."""
-        collecting = self._step + 1
+        collecting = self._collecting
         if self._policy in _AGREEMENT:
             await self._agree(collecting)
-        else:
+        if self._overlap and await self._is_taken(collecting):
+            return
+        if self._policy not in _AGREEMENT:
             missing = await self._missing_tasks(collecting)
             if missing:
                 self._add_tasks(missing)
                 return
         await self._wait_step(watcher)
+
+    async def _is_taken(self, step: int) -> bool:
+        """Whether the batch of `step` was taken, so that the next one is collected while it trains; waits a little."""
+        if step > self._goal:
+            return False
+        pool = await self._client.pool(after=step, wait_s=_IDLE_S if self._planned_step == step else 0.0)
+        self._seen_collecting = max(self._seen_collecting, pool.step)
+        return pool.step > step
 
     async def _wait_step(self, watcher: asyncio.Task[None]) -> None:
         with contextlib.suppress(TimeoutError):
@@ -323,7 +387,8 @@ class Feeder:
         if pool.step != step or pool.ready or pool.open_episodes:
             return 0
         status = await self._client.status()
-        if status.state is not EngineState.ROLLING or status.step + 1 != step:
+        training = self._overlap and status.training_step is not None
+        if status.state is not EngineState.ROLLING or status.step + 1 + training != step or step > self._goal:
             return 0
         log.info("the batch is short: %s", pool.explanation)
         have = pool.tasks_with_variance if self._policy == "nonzero_variance_task_count" else pool.tasks_complete

@@ -360,6 +360,26 @@ SwarmClient({server.url!r}).train(["a", "b"], lambda task, episode: time.sleep(6
     assert swarm.status().open_episodes == 0
 
 
+def test_remax_plays_each_tasks_greedy_answer_once_and_sends_its_reward_as_the_baseline(swarm: SwarmClient) -> None:
+    swarm.start(scripted(algorithm__advantage="remax"))
+    played: Counter[tuple[str, float]] = Counter()
+
+    def rollout(task: str, episode: Episode) -> float | None:
+        ask(episode, task)
+        greedy = episode.seed is None  # what is played for the baseline has no seed of its own
+        reward = 0.25 if greedy else 1.0
+        played[task, reward] += 1
+        if task == "ends itself":
+            episode.end(reward)
+            return None
+        return reward
+
+    (record,) = swarm.train(["a", "ends itself"], rollout, steps=1)
+    assert record.metrics["client/reward_baseline"] == 0.25
+    assert record.metrics["reward/mean"] == 1.0
+    assert {task: played[task, 0.25] for task in ("a", "ends itself")} == {"a": 1, "ends itself": 1}
+
+
 def test_tasks_with_one_name_are_refused(swarm: SwarmClient) -> None:
     swarm.start(scripted())
     with pytest.raises(ValueError, match="same task_id"):
