@@ -20,11 +20,11 @@ from swarmtune.script import Script, ScriptConfig, run
 class SpyTraining(GameParameters):
     """The games, and the supervised steps before them."""
 
-    warm_up_steps: int = Field(default=4, ge=0)
+    warm_up_steps: int = Field(default=10, ge=0)
     """Supervised steps on mocked games; 0 for none."""
     warm_up_batch: int = Field(default=16, ge=1)
     """Conversations a step."""
-    warm_up_lr: float = Field(default=5e-5, gt=0.0)
+    warm_up_lr: float = Field(default=1e-4, gt=0.0)
 
 
 def warm_up(swarm: SwarmClient, config: ScriptConfig) -> None:
@@ -47,7 +47,7 @@ SCRIPT = Script(
     defaults={
         "model": "smollm2-135m",
         "train_side_calls": True,  # each civilian has a system prompt of its own
-        "steps": 12,
+        "steps": 20,
         "batch_tasks": 4,
         "repeats": 8,
         "parallel": 32,
@@ -56,6 +56,7 @@ SCRIPT = Script(
         "engine.max_batch": 64,
         "optim.lr": 2e-5,
         "checkpoint.every_steps": 0,
+        "task.kinds": 2,
     },
 )
 

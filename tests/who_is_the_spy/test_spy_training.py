@@ -93,6 +93,16 @@ def test_one_training_step_of_agent_roll(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").stat().st_size > 1000
 
 
+def test_mocked_games_warm_the_model_up_and_leave_a_step_for_the_games(tmp_path: Path) -> None:
+    settings = [*SCRIPTED, "task.warm_up_steps=5", "task.warm_up_batch=4"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    done = run_example(str(EXAMPLE / "train.py"), "--steps", "3", "--out", str(tmp_path), *sets)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("sft/conversations") for row in rows] == [4.0, 4.0, None]
+    assert "reward/mean" in rows[2]
+
+
 def test_one_training_step_of_agent_roll_adv_on_two_servers(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     keys = dict(setting.split("=") for setting in SCRIPTED)
@@ -123,7 +133,7 @@ def test_parroting_is_refused_and_its_patch_is_accepted(patched: bool, tmp_path:
     copy = tmp_path / "who_is_the_spy"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     if patched:
-        subprocess.run(["patch", "-p1", "-i", "parroting/fix.patch"], cwd=copy, check=True, capture_output=True)
+        subprocess.run(["git", "apply", "parroting/fix.patch"], cwd=copy, check=True, capture_output=True)
     child = run_child("play", (copy / "parroting").resolve(), Options(limit_s=120.0, episodes=16))
     stubs = next(r for r in child.records if r["kind"] == "end" and r["check"] == "stubs")
     if patched:
