@@ -41,6 +41,8 @@ class StandIn:
         self.free = 2
         self.failing = 0
         """So many generations more are answered with status 500."""
+        self.poison = 0
+        """A request for so many tokens kills the server."""
         self.refuse_weights = False
         self.mislabel = False
         self.dies_in_reload = False
@@ -131,6 +133,9 @@ class StandIn:
         if self.failing:
             self.failing -= 1
             return web.json_response({"error": {"message": "EngineCore encountered an issue."}}, status=500)
+        if body["sampling_params"]["max_tokens"] == self.poison:
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self.die()))
+            await asyncio.sleep(30)
         if body["model"] != "policy" and body["model"] not in self.adapters:
             return web.json_response({"error": {"message": "The model does not exist.", "code": 404}}, status=404)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

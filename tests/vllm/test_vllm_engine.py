@@ -3,7 +3,7 @@
 1. Calls of one episode go to one server; a first call goes to the least loaded one.
 2. No token is lost, doubled or mislabelled, whatever dies or changes while it is generated.
 3. A server answers nothing until it has the current weights.
-4. A generation fails only when a server that is well fails it again and again.
+4. A generation fails only when a server that is well fails it again and again, or servers die of it.
 """
 
 from __future__ import annotations
@@ -229,6 +229,15 @@ async def test_server_that_fails_now_and_then_is_asked_again(make_engine, monkey
         await ask(engine)
     assert_true(await ask(engine), 8)
     assert server.starts == 1
+
+
+async def test_request_that_kills_servers_fails_in_the_end(make_engine):
+    server = StandIn()
+    engine = await make_engine(server)
+    server.poison = 5
+    with pytest.raises(GenerateFailed, match="3 vLLM servers died"):
+        await ask(engine, "", 5)
+    assert_true(await ask(engine), 8)
 
 
 async def test_closing_the_iterator_hangs_up_on_the_server(make_engine):

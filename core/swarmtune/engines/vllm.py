@@ -39,6 +39,8 @@ T = TypeVar("T")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_FAILURES = 4
 """Tries of one generation in a row without a token, on servers that are well, until it fails."""
+MAX_DEATHS = 3
+"""Servers that die in a row under one generation without a token until it fails: it may be what kills them."""
 RETRY_S = 0.2
 HEALTH_S = 10.0
 _PROBE_TEMPERATURE = 2.0
@@ -157,18 +159,18 @@ class VllmEngine:
                 await self._note_failure(replica, client, answer, error)
 
     async def _note_failure(self, replica: Replica, client: VllmClient, answer: _Answer, error: Unreachable) -> None:
-        """Another try follows, unless the server is well and fails again and again.
+        """Another try follows, unless a server that is well fails again and again, or servers die of it.
 
         Raises:
             GenerateFailed
         """
         answer.cut_off()
-        if replica.client is not client:  # it is being brought up again
-            return
-        if not await client.healthy(timeout_s=HEALTH_S):
-            log.warning("a vLLM server failed under a generation", extra={"reason": str(error)})
+        if replica.client is not client or not await client.healthy(timeout_s=HEALTH_S):
             if replica.client is client:
                 self._replicas.suspect(replica)
+            answer.deaths += 1
+            if answer.deaths >= MAX_DEATHS:
+                raise GenerateFailed(f"{answer.deaths} vLLM servers died under this request: {error}") from error
             return
         answer.failures += 1
         if answer.failures >= MAX_FAILURES:
@@ -296,6 +298,8 @@ class _Answer:
     finished: bool = False
     failures: int = 0
     """In a row without a token, on servers that were well."""
+    deaths: int = 0
+    """Of servers, in a row without a token."""
     _withheld: list[GenerateChunk] = field(default_factory=list)
     """Of a constrained answer, until it is whole."""
 
@@ -333,7 +337,7 @@ class _Answer:
             raise _Mislabelled(f"sampled by weights {sorted(piece.weight_labels)}, not by {label_of(version)}")
         chunk = self._chunk(piece, version)
         if chunk.token_ids:
-            self.failures = 0
+            self.failures = self.deaths = 0
         self.finished = chunk.finish_reason is not None
         if self.request.sampling.grammar is None:
             return [chunk] if chunk.token_ids or self.finished else []

@@ -263,7 +263,10 @@ def server_arguments(config: TrainConfig, model_path: Path, *, context_length: i
     if vllm.sync == "ipc":
         arguments += ["--weight-transfer-config", json.dumps({"backend": "ipc"})]
     if not _has_gpu():
-        arguments.append("--enforce-eager")
+        # A prompt that is prefilled in pieces kills vLLM's CPU worker when it has a seed (0.32: a CPU generator has no
+        # offset to set back).
+        arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        arguments += ["--max-num-batched-tokens", str(max(2048, context_length))]
     return [*arguments, *vllm.args]
 
 
