@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -161,7 +162,7 @@ class Checks:
         ids = [_task_id(task) for task in by_seed[0]]
         need = self._loaded.config.client_share or self._loaded.config.batch_tasks
         if len(set(ids)) < len(ids):
-            twice = next(name for name in ids if ids.count(name) > 1)
+            twice = Counter(ids).most_common(1)[0][0]
             raise Failed(f"two tasks have the task_id {twice!r}: their episodes would count as one task's; name each")
         if len(ids) < need:
             raise Failed(f"{len(ids)} tasks, but a step takes {need} different ones: make more, or lower batch_tasks")
