@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainer_episodes import make_batch
 
 from swarmtune.trainer.batch import Bundle, build_rows, micro_batches, pack_for_ranks
-from swarmtune.trainer.rank_worker import SkipPadding
+from swarmtune.trainer.worker import SkipPadding
 
 
 def rows():

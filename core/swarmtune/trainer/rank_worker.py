@@ -19,7 +19,7 @@ from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from swarmtune.trainer import cpu_platform
 from swarmtune.trainer.adapter import named_adapter
-from swarmtune.trainer.worker import Sizes, named_weights, sizes
+from swarmtune.trainer.worker import Sizes, SkipPadding, named_weights, sizes
 
 
 class RankWorker(Worker):
@@ -119,18 +119,3 @@ class RankModel:
 def _as_loaded(micro: TensorDict) -> TensorDict:
     tu.assign_non_tensor(micro, disable_auto_offload=True)
     return micro
-
-
-class SkipPadding:
-    """A loss function that counts nothing of a micro-batch marked `padding`, whose backward pass still happens."""
-
-    def __init__(self, loss_fn: Any) -> None:
-        self._loss_fn = loss_fn
-
-    def __call__(
-        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, metrics = self._loss_fn(model_output=model_output, data=data, dp_group=dp_group)
-        if not tu.get_non_tensor_data(data, key="padding", default=False):
-            return loss, metrics
-        return loss * 0.0, {name: 0.0 for name in metrics}

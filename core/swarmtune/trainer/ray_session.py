@@ -22,10 +22,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from swarmtune.config import ConfigError, RayConfig, TrainConfig
-from swarmtune.trainer.rank_worker import RankWorker
+from swarmtune.trainer import cpu_platform
 from swarmtune.trainer.worker import WorkersLost
 
 SOCKET_LIMIT = 107
@@ -51,9 +50,11 @@ class RaySession:
             WorkersLost: a rank could not be started; the message has its error.
         """
         assert config.ray is not None
+        cpu_platform.activate()
         self.ranks = config.ray.processes
         self._users = 0
-        self._group: RayWorkerGroup | None = None
+        self._group: Any = None
+        """veRL's RayWorkerGroup of RankWorker; None when the ranks are gone."""
         self._temp_dir = temp_dir(work_dir) if config.ray.address is None else None
         os.environ.update(QUIET)
         if self._temp_dir is not None:
@@ -164,7 +165,11 @@ def _check_room(config: RayConfig) -> None:
         )
 
 
-def _ranks(config: TrainConfig, places: RayConfig) -> RayWorkerGroup:
+def _ranks(config: TrainConfig, places: RayConfig) -> Any:
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    from swarmtune.trainer.rank_worker import RankWorker
+
     pool = RayResourcePool(
         process_on_nodes=[places.processes // places.nodes] * places.nodes, use_gpu=False, max_colocate_count=1
     )

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 
 from swarmtune.config import TrainConfig
 from swarmtune.trainer import cpu_platform
@@ -165,6 +166,21 @@ class InProcess:
 
     def close(self) -> None:
         self._worker = None
+
+
+class SkipPadding:
+    """A loss function that counts nothing of a micro-batch marked `padding`, whose backward pass still happens."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss, metrics = self._loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        if not tu.get_non_tensor_data(data, key="padding", default=False):
+            return loss, metrics
+        return loss * 0.0, {name: 0.0 for name in metrics}
 
 
 def sizes(module: torch.nn.Module) -> Sizes:
