@@ -30,7 +30,7 @@ from a3r.skills import Skill, read_skill, skill_folders
 from a3r.strictyaml import FormatError, Problem
 
 MAX_BODY_LINES = 300
-MAX_SIMILARITY = 0.5
+MAX_SIMILARITY = 0.4
 """Cosine of two descriptions' words."""
 MAX_SHARED = 0.08
 """Share of a body's 8-word runs that another body has too."""
@@ -126,7 +126,7 @@ def _body_problems(skill: Skill) -> Iterator[Problem]:
         yield Problem(str(skill.file), "does not end in a checker", fix)
     else:
         start = skill.body.rindex(f"## {CHECKER}")
-        if not any(b.language == "bash" for b in blocks(skill.body[start:])):
+        if not any(b.language == "bash" for b in _closed_blocks(skill.body[start:])):
             yield Problem(str(skill.file), f"{CHECKER} has no command", "put the command in a ```bash block")
 
 
@@ -148,6 +148,14 @@ def blocks(text: str, first_line: int = 1) -> list[Block]:
     if opened is not None:
         raise FormatError([Problem(f"line {opened[2]}", "a code block is never closed", "close its fence")])
     return found
+
+
+def _closed_blocks(text: str, first_line: int = 1) -> list[Block]:
+    """The same, or none of a text with an open block, which is told elsewhere."""
+    try:
+        return blocks(text, first_line)
+    except FormatError:
+        return []
 
 
 def _prose(text: str) -> str:
@@ -248,12 +256,9 @@ def _quoted_problems(skill: Skill) -> Iterator[Problem]:
 
 def _quotations(text: str, first: int) -> Iterator[tuple[int, str]]:
     """(line, text) of each shell block and each piece of inline code."""
-    try:
-        for block in blocks(text, first):
-            if block.language in {"bash", "sh", "console", "yaml", ""}:
-                yield block.line, block.text
-    except FormatError:
-        return
+    for block in _closed_blocks(text, first):
+        if block.language in {"bash", "sh", "console", "yaml", ""}:
+            yield block.line, block.text
     prose = _prose(text)
     for match in re.finditer(r"(?<!`)`([^`\n]+)`(?!`)", prose):
         at = text.find(match[0])

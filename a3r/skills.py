@@ -72,8 +72,8 @@ def home() -> Path:
 
 
 def skill_folders(where: Path) -> list[Path]:
-    """`where` itself when it is a skill, else the folders in it. Hidden ones are no skills."""
-    if (where / SKILL_FILE).exists() or not where.is_dir():
+    """`where` itself when it is a skill, or was meant to be one; else the folders in it. Hidden ones are no skills."""
+    if not where.is_dir() or any(p.name.lower() == SKILL_FILE.lower() for p in where.iterdir()):
         return [where]
     return sorted(p for p in where.iterdir() if p.is_dir() and not p.name.startswith((".", "_")))
 
