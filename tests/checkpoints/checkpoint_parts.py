@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from swarmtune.checkpoints import folder_of
 from swarmtune.testing import LocalServer
 from swarmtune.types import FinishedEpisode, Sample, TrainBatch
+
+if TYPE_CHECKING:
+    from swarmtune.trainer.trainer import Trainer
 
 
 async def step(local: LocalServer, rewards: tuple[float, float] = (0.0, 1.0), task: str = "task") -> int:
@@ -28,6 +32,13 @@ def steps_on_disk(run: Path) -> list[int]:
 def trained_episodes(run: Path, number: int) -> list[str]:
     """Episodes that a scripted checkpoint's pretend weights contain."""
     return json.loads((run / "checkpoints" / f"step-{number:06d}" / "state.json").read_text())["episodes"]
+
+
+def saved(trainer: Trainer, run: Path) -> Path:
+    """A checkpoint of the trainer's step, in its run."""
+    checkpoint = folder_of(run, trainer.step)
+    trainer.save(checkpoint)
+    return checkpoint
 
 
 def make_batch(number: int = 1) -> TrainBatch:

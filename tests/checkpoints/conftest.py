@@ -22,7 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model folder: random weights, tokenizer, chat template, generation settings."""
+    """A whole model folder: random weights, tokenizer, chat template, generation settings. Heads of 32, the smallest
+    that vLLM computes on a CPU."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,6 +38,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=32,
             max_position_embeddings=256,
             tie_word_embeddings=True,
             initializer_range=0.2,

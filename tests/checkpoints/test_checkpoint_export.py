@@ -19,11 +19,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_parts import step
+from checkpoint_parts import saved, step
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from swarmtune.checkpoints import folder_of
 from swarmtune.export_process import ExportFailed, export_apart
 from swarmtune.gateway.control import ControlRefused
 from swarmtune.protocol import Code, ExportRequest
@@ -49,12 +48,6 @@ def logits_of(trainer: Trainer, start: Path) -> torch.Tensor:
     return logits(model)
 
 
-def saved(trainer: Trainer, run: Path) -> Path:
-    checkpoint = folder_of(run, trainer.step)
-    trainer.save(checkpoint)
-    return checkpoint
-
-
 @pytest.mark.parametrize("keys", [{}, {"lora.rank": 4}, {"lora.rank": 2, "lora.targets": ["q_proj", "down_proj"]}])
 def test_an_exported_model_gives_the_trainers_logits(trained: Make, tiny_llama: Path, tmp_path: Path, keys: dict):
     trainer, run = trained(**keys)
@@ -74,7 +67,7 @@ def test_an_exported_adapter_gives_the_trainers_logits_with_its_base(trained: Ma
     export(saved(trainer, run), tmp_path / "adapter", adapter=True)
     start = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     with_adapter = PeftModel.from_pretrained(start, tmp_path / "adapter")
-    torch.testing.assert_close(logits(with_adapter), logits_of(trainer, tiny_llama), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(with_adapter), logits_of(trainer, tiny_llama), atol=1e-4, rtol=1e-4)
     assert json.loads((tmp_path / "adapter" / ORIGIN).read_text())["kind"] == "adapter"
 
 

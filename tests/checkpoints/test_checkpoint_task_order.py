@@ -1,4 +1,4 @@
-"""A training that is gone on with, by a client that knows nothing of the first one, takes the tasks in the same order."""
+"""A training that goes on, with a client that knows nothing of the one before, takes the tasks in the same order."""
 
 from __future__ import annotations
 
