@@ -54,7 +54,7 @@ class AppWorldServer:
 
     def __init__(self, root: Path, *, python: Path = PYTHON, url: str | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         if url is None:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]

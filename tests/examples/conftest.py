@@ -35,6 +35,15 @@ def example_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSe
             yield running
 
 
+@pytest.fixture(scope="session")
+def second_server(example_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """For the examples with two models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])))
+        with LocalServer(tmp_path_factory.mktemp("second-server"), fresh=True) as running:
+            yield running
+
+
 @pytest.fixture
 def train(example_server: LocalServer, tmp_path: Path) -> Iterator[Train]:
     """`train(SCRIPT, "module:function", steps=1, …)`: the example's own command line, on the scripted engine."""

@@ -60,3 +60,12 @@ def errands(messages: Messages, index: int) -> str:
     else:
         raise ValueError(told)
     return f"```python\n{work}\n{done}\n```"
+
+
+def picks_an_option(messages: Messages, index: int) -> str:
+    """One of the options it is given, another one each time; a sentence where there are none."""
+    options = re.findall(r"one of: (.*)\.", messages[-1]["content"])
+    if not options:
+        return "I trust nobody yet."
+    names = options[-1].split(", ")
+    return names[index % len(names)]
