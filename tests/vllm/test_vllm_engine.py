@@ -85,11 +85,22 @@ async def test_calls_of_an_episode_stay_together_and_first_calls_spread(make_eng
         server.gate.set()
     for _, task in streams:
         assert_true(await task, 8)
+    homes = [await home_of(engine, servers, f"episode {i}") for i in range(4)]
+    neighbour = next(i for i in range(1, 4) if homes[i] is homes[0])
+    homes[0].gate.clear()
+    _, task = await start_stream(engine, f"episode {neighbour}")
+    assert await home_of(engine, servers, "episode 0") is homes[0], "although the other one has nothing to do"
+    homes[0].gate.set()
+    await task
+
+
+async def home_of(engine: VllmEngine, servers: list[StandIn], episode: str) -> StandIn:
+    """The server that answers a short call of the episode."""
     for server in servers:
         server.bodies.clear()
-    for _ in range(3):
-        await ask(engine, "episode 0")
-    assert sorted(len(server.bodies) for server in servers) == [0, 3]
+    assert_true(await ask(engine, episode, 2), 2)
+    (home,) = [server for server in servers if server.bodies]
+    return home
 
 
 async def test_answer_goes_on_elsewhere_when_its_server_dies(make_engine):

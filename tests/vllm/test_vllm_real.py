@@ -194,6 +194,19 @@ async def test_same_seed_same_answer(backend):
     assert tokens(first) == tokens(second)
 
 
+async def test_long_seeded_prompts_come_together(backend):
+    """More tokens at once than vLLM takes in a step: a prompt cut in pieces that has a seed kills its CPU worker."""
+    seeded = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    requests = [GenerateRequest(f"long {i}", [i + 3] * 900, seeded) for i in range(6)]
+
+    async def one(request: GenerateRequest) -> list[GenerateChunk]:
+        return [chunk async for chunk in backend.generate(request)]
+
+    async with asyncio.timeout(SAFETY_S):
+        answers = await asyncio.gather(*[one(request) for request in requests])
+    assert [len(tokens(chunks)) for chunks in answers] == [4] * 6
+
+
 async def test_closed_iterator_frees_its_place(backend):
     long = SamplingParams(max_tokens=2000, ignore_eos=True)
     streams = [backend.generate(GenerateRequest(f"long {i}", PROMPT, long)) for i in range(8)]
