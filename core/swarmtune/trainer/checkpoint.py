@@ -47,7 +47,8 @@ def place(path: Path, fill: Callable[[Path], None], *, needed_bytes: int, what: 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, retired = path.parent / f"{PARTIAL}{path.name}", path.parent / f"{RETIRED}{path.name}"
     _recover(path, retired)
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in (partial, retired):  # of a save that was interrupted
+        shutil.rmtree(left, ignore_errors=True)
     free = shutil.disk_usage(path.parent).free
     if free < needed_bytes:
         raise OSError(
