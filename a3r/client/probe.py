@@ -183,7 +183,6 @@ class Checks:
     def episode(self) -> str:
         """One episode is played to its end and asks the model."""
         played = self._play(_GOOD if self._loaded.good_answer else _BASELINE, 1)[0]
-        self._refuse_broken(played, _GOOD if self._loaded.good_answer else _BASELINE)
         if not played.turns:
             raise Failed(
                 "the episode never asked the model, so there is nothing to train: call episode.base_url with "
@@ -194,11 +193,7 @@ class Checks:
     def reward(self) -> str:
         """Every answer gets a finite number: random, empty, copied and good ones."""
         names = [_BASELINE, *([_GOOD] if self._loaded.good_answer else []), "empty", "copy of the prompt"]
-        count = 0
-        for name in names:
-            for played in self._play(name, REPLAYED):
-                self._refuse_broken(played, name)
-                count += 1
+        count = sum(len(self._play(name, REPLAYED)) for name in names)
         return f"a finite number in each of {count} episodes"
 
     def seeded(self) -> str:
@@ -285,10 +280,7 @@ class Checks:
         """A stub that is not ahead after the first look is done with."""
         result = None
         for episodes in sorted({min(FIRST_LOOK, self._episodes), self._episodes}):
-            plays = self._play(stub.name, episodes)
-            for played in plays:
-                self._refuse_broken(played, stub.name)
-            baseline = self._play(_BASELINE, episodes)
+            plays, baseline = self._play(stub.name, episodes), self._play(_BASELINE, episodes)
             result = compare(_rewards(plays), _rewards(baseline), to_win=self._to_win(), comparisons=comparisons)
             if not result.ahead:
                 break
@@ -308,10 +300,19 @@ class Checks:
         return self._play(_GOOD, episodes) if self._loaded.good_answer else []
 
     def _play(self, name: str, episodes: int) -> list[Played]:
-        """The first so many episodes of a policy; each is played once."""
+        """The first so many episodes of a policy; each is played once.
+
+        Raises:
+            Failed: one of them ended by no finite reward.
+        """
         have = self._plays.setdefault(name, [])
         if len(have) < episodes:
-            have += self._player.play(self._loaded, self._tasks, self._policy(name), range(len(have), episodes))
+            more = self._player.play(self._loaded, self._tasks, self._policy(name), range(len(have), episodes))
+            for played in more:
+                if sentence := what_is_wrong(played, self._player):
+                    where = f"({name}, task {played.task_id!r})"
+                    raise Failed(f"{sentence} {where}", transcript=transcript_of(played))
+            have += more
         return have[:episodes]
 
     def _policy(self, name: str) -> Policy:
@@ -326,13 +327,6 @@ class Checks:
     @functools.cached_property
     def _stub_policies(self) -> dict[str, Policy]:
         return {"empty": lambda task, messages, rng: "", "copy of the prompt": last_message}
-
-    def _refuse_broken(self, played: Played, name: str) -> None:
-        """Raises:
-        Failed: the episode ended by no finite reward.
-        """
-        if sentence := what_is_wrong(played, self._player):
-            raise Failed(f"{sentence} ({name}, task {played.task_id!r})", transcript=transcript_of(played))
 
     def _transcript(self, stub: Stub, result: Comparison) -> str:
         """The episode in which a policy was furthest ahead of the baseline, and the baseline's."""

@@ -136,6 +136,14 @@ def test_a_reward_that_cannot_tell_good_answers_from_random_ones_is_refused(
         checks_of(reward, player, tmp_path).learnable()
 
 
+def test_a_reward_that_raises_for_some_late_task_is_found(player: Player, tmp_path: Path) -> None:
+    def breaks_late(said: str, task: dict[str, Any]) -> float:
+        return honest(said, task) / (int(task["task_id"]) - 39)
+
+    with pytest.raises(Failed, match=r"raised ZeroDivisionError.*task '39'"):
+        checks_of(breaks_late, player, tmp_path).stubs()
+
+
 def test_a_constant_reward_without_a_good_answer_is_refused(player: Player, tmp_path: Path) -> None:
     checks = checks_of(anything, player, tmp_path, declared=False)
     checks.stubs()

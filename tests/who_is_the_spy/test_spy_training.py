@@ -87,9 +87,10 @@ def test_one_training_step_of_agent_roll(tmp_path: Path) -> None:
     done = run_example(str(EXAMPLE / "train.py"), "--steps", "1", "--out", str(tmp_path), *sets)
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert {"reward/mean", "describe/forfeited", "vote/by_lot"} <= {
-        name.removeprefix("episode/") for name in json.loads(line)
-    }
+    metrics = json.loads(line)
+    assert {"reward/mean", "client/describe/forfeited", "client/vote/by_lot"} <= set(metrics)
+    assert not metrics.get("merge/left_out_side"), "all civilians are trained"
+    assert metrics["batch/rows"] == 12, "four episodes of three civilians, a row each"
     assert (tmp_path / "reward.png").stat().st_size > 1000
 
 
