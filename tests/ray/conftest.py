@@ -14,12 +14,12 @@ from swarmtune.config import TrainConfig
 from swarmtune.trainer import cpu_platform
 from swarmtune.trainer.trainer import Trainer
 
-cpu_platform.activate()  # before a test module imports veRL's workers, which fixes the device of the process
-
 # Helpers here and the trainer's made-up episodes; importmode=importlib puts no test folder on the path.
 sys.path.insert(0, str(Path(__file__).parent.parent / "trainer"))
 sys.path.insert(0, str(Path(__file__).parent))
 from trainer_episodes import VOCABULARY
+
+cpu_platform.activate()  # before a test module imports veRL's workers, which fixes the device of the process
 
 
 @pytest.fixture(scope="session", autouse=True)

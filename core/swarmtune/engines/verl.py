@@ -125,6 +125,7 @@ class VerlEngine:
             await self._note_failure(error)
             raise GenerateFailed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         finally:
+            self._cluster.client.forget(call)
             self._running.discard(call)
             if not self._running:
                 self._idle.set()

@@ -140,17 +140,16 @@ def abortable_client() -> Any:
             self._servers[call_id.get()] = handle
             return name, handle
 
-        def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-            self._servers.pop(call_id.get(), None)
-            super()._release_server(server_id, request_id)
-
         def _vllm_request_id(self, request_id: str) -> str:
             del request_id
             return call_id.get()
 
         def server_of(self, call: str) -> Any:
-            """The actor that serves a call; None when it has none yet, or no more."""
+            """The actor that serves a call; None when it has none yet."""
             return self._servers.get(call)
+
+        def forget(self, call: str) -> None:
+            self._servers.pop(call, None)
 
     return AbortableClient
 
