@@ -146,6 +146,7 @@ async def test_held_answer_goes_on_under_the_new_weights(make_engine):
     chunks = await task
     assert_true(chunks, 8)
     assert [c.weight_version for c in chunks] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert server.bodies[-1]["sampling_params"]["max_tokens"] == 6, "more might not fit the context"
 
 
 async def test_answer_may_finish_while_the_engine_drains_and_none_begins(make_engine):
