@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -54,6 +54,9 @@ from swarmtune.errors import (
 )
 from swarmtune.local import LocalServer
 from swarmtune.protocol import StepRecord
+
+if TYPE_CHECKING:
+    from swarmtune.evaluation import Evaluation
 
 OK, OTHER, BAD_INPUT, SERVER_FAILED = 0, 1, 2, 3
 LAST_STEPS = 2
@@ -134,7 +137,7 @@ class Script:
         """
         model = self.config_model
         try:
-            return model.model_validate(_overlay(nest(self.defaults), nest(asked)))
+            return model.model_validate(overlay(nest(self.defaults), nest(asked)))
         except ValidationError as error:
             raise ConfigError("\n".join(explain(error, model))) from None
 
@@ -161,21 +164,21 @@ def main(script: Script, argv: Sequence[str] | None = None) -> int:
         print(json.dumps(script.schema(), indent=1))
         return OK
     try:
-        config = script.resolve(_asked(options))
+        config = script.resolve(asked_for(options))
         if not script.tasks(config.parameters, config.seed):
             raise ConfigError("the script has no tasks with these parameters")
         return _train(script, config, options)
     except (ConfigError, BadConfig, ConfigConflict, AccessDenied) as error:
-        return _complain(error, BAD_INPUT)
+        return complain(error, BAD_INPUT)
     except (StartFailed, ServerUnreachable, NotStarted) as error:
-        return _complain(error, SERVER_FAILED)
+        return complain(error, SERVER_FAILED)
     except (SwarmError, OSError) as error:
-        return _complain(error, OTHER)
+        return complain(error, OTHER)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _complain(error: Exception, status: int) -> int:
+def complain(error: Exception, status: int) -> int:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return status
 
@@ -194,7 +197,7 @@ def _parser(script: Script) -> argparse.ArgumentParser:
     return parser
 
 
-def _asked(options: argparse.Namespace) -> dict[str, Any]:
+def asked_for(options: argparse.Namespace) -> dict[str, Any]:
     """What the command line asks for, nested.
 
     Raises:
@@ -205,9 +208,9 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {setting}: write key=value")
-        asked = _overlay(asked, nest({key: _read_value(value)}))
+        asked = overlay(asked, nest({key: _read_value(value)}))
     flags = {name: getattr(options, name) for name in ("seed", "steps") if getattr(options, name) is not None}
-    return _overlay(asked, flags)
+    return overlay(asked, flags)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -230,18 +233,18 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in top.items():
         below = out.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = _overlay(below, value)
+            value = overlay(below, value)
         out[key] = value
     return out
 
 
 def _train(script: Script, config: ScriptConfig, options: argparse.Namespace) -> int:
-    out = options.out or _dated_folder(script.name)
+    out = options.out or dated_folder(script.name)
     results = Results(out, resume=options.resume)
     results.write_config(config)
     results.write_data_digest(script.tasks(config.parameters, config.seed))
@@ -288,7 +291,12 @@ def _evaluate(script: Script, config: ScriptConfig, swarm: SwarmClient) -> dict[
         parallel=config.eval.parallel,
         seed=config.seed,
     )
-    n = {"n_items": len(done.rewards), "n_samples": config.eval.repeats}
+    return numbers_of(done, config.eval.repeats)
+
+
+def numbers_of(done: Evaluation, repeats: int) -> dict[str, dict[str, Any]]:
+    """An evaluation for eval.json: name → {value, n_items, n_samples}."""
+    n = {"n_items": len(done.rewards), "n_samples": repeats}
     named = {"eval/reward": done.mean} | {f"eval/pass@{k}": estimate for k, estimate in done.pass_at.items()}
     return {name: {"value": estimate.value, **n} for name, estimate in named.items()}
 
@@ -297,7 +305,7 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def _dated_folder(name: str) -> Path:
+def dated_folder(name: str) -> Path:
     """runs/<date>-<name>, with a number behind it where that exists already."""
     first = Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}"
     for path in _numbered(first):
@@ -323,7 +331,8 @@ class Results:
     def __init__(self, out: Path, *, resume: bool) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
-        self._rewards: dict[int, float] = {}
+        self.rewards: dict[int, float] = {}
+        """Step → mean reward of its batch."""
         self._last_step = 0
         self._last_event = 0
         if resume:
@@ -353,7 +362,7 @@ class Results:
 
     def write_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """The evaluation's numbers, and reward/final: the mean over the last steps."""
-        last = [self._rewards[step] for step in sorted(self._rewards)[-LAST_STEPS:]]
+        last = [self.rewards[step] for step in sorted(self.rewards)[-LAST_STEPS:]]
         final = {"reward/final": {"value": fmean(last), "n_items": len(last)}} if last else {}
         self._write("eval.json", final | dict(evaluation))
 
@@ -361,22 +370,22 @@ class Results:
         """The plot and the last events, however the training ended."""
         with contextlib.suppress(SwarmError):
             self._add_events(swarm)
-        if self._rewards:
-            self._plot()
+        if self.rewards:
+            plot_rewards({"": self.rewards}, self._out / "reward.png")
 
     def summary(self) -> str:
-        if not self._rewards:
+        if not self.rewards:
             return "no reward was reported"
-        steps = sorted(self._rewards)
-        last = fmean(self._rewards[step] for step in steps[-LAST_STEPS:])
+        steps = sorted(self.rewards)
+        last = fmean(self.rewards[step] for step in steps[-LAST_STEPS:])
         return (
-            f"reward/mean {self._rewards[steps[0]]:.3f} at step {steps[0]}, {last:.3f} over the last {LAST_STEPS} steps"
+            f"reward/mean {self.rewards[steps[0]]:.3f} at step {steps[0]}, {last:.3f} over the last {LAST_STEPS} steps"
         )
 
     def _append_step(self, record: StepRecord) -> None:
         self._last_step = record.step
         if (reward := record.metrics.get("reward/mean")) is not None:
-            self._rewards[record.step] = reward
+            self.rewards[record.step] = reward
         row = {"step": record.step, "time": record.ended_at, "weight_version": record.weight_version}
         self._append("metrics.jsonl", row | record.metrics)
 
@@ -389,7 +398,7 @@ class Results:
         for row in _whole_lines(self._out / "metrics.jsonl"):
             self._last_step = max(self._last_step, row["step"])
             if "reward/mean" in row:
-                self._rewards[row["step"]] = row["reward/mean"]
+                self.rewards[row["step"]] = row["reward/mean"]
         for row in _whole_lines(self._out / "events.jsonl"):
             self._last_event = max(self._last_event, row["seq"])
 
@@ -402,19 +411,23 @@ class Results:
         part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         part.replace(self._out / name)
 
-    def _plot(self) -> None:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
 
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        steps = sorted(self._rewards)
-        axes.plot(steps, [self._rewards[step] for step in steps], marker="o")
-        axes.set_xlabel("step")
-        axes.set_ylabel("mean reward of the batch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        figure.savefig(self._out / "reward.png", dpi=120)
+def plot_rewards(curves: Mapping[str, Mapping[int, float]], path: Path) -> None:
+    """A curve for each name: step → mean reward."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, rewards in curves.items():
+        axes.plot(sorted(rewards), [rewards[step] for step in sorted(rewards)], marker="o", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward of the batch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    if any(curves):
+        axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
