@@ -570,6 +570,9 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*done, *late, return_exceptions=True)
         raise
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    if errors:
+        raise errors[0]
     return [task.result() for task in tasks]
 
 

@@ -410,6 +410,8 @@ class SwarmFeeder:
             return "moving"
         if pool.ready or status.state is not EngineState.ROLLING or status.step != role.watch.step:
             return "moving"
+        if pool.step > role.goal:  # with batching.overlap its last step trains while it rolls
+            return "moving"
         if role.agrees:
             await self._agree(role, pool.step)
             return "waits"

@@ -87,7 +87,11 @@ class LosingProxy:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(self._target)
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:  # the server is away
+                near.close()
+                continue
             threading.Thread(target=self._pass, args=(near, far), daemon=True).start()
             threading.Thread(target=self._answer, args=(far, near), daemon=True).start()
 

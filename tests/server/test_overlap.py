@@ -11,7 +11,6 @@ from swarmtune.config import ConfigError, RolloutCorrectionConfig, TrainConfig
 from swarmtune.protocol import Code, EngineState, RegisterRequest
 from swarmtune.testing import LocalServer, chatml_model
 
-
 HELD: list[asyncio.Event] = []
 """Updates that a test has not let go."""
 

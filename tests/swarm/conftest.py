@@ -46,10 +46,13 @@ def swarm(pair: tuple[LocalServer, LocalServer]) -> Iterator[Swarm]:
 
 @pytest.fixture
 def killable(tmp_path: Path) -> Iterator[tuple[RestartableServer, RestartableServer]]:
-    """Two servers that may be killed and started again."""
+    """Two servers that answer, and may be killed and started again."""
     white, black = RestartableServer(tmp_path / "white"), RestartableServer(tmp_path / "black")
     white.start()
     black.start()
+    for server in (white, black):
+        with SwarmClient(server.url, patience_s=60) as client:
+            client.status()
     yield white, black
     white.kill()
     black.kill()
