@@ -79,6 +79,12 @@ def vllm_processes(work_dir: Path) -> set[int]:
     return ours
 
 
+def url_of(pid: int) -> str:
+    """Where a started server listens."""
+    line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return f"http://127.0.0.1:{line[line.index('--port') + 1]}"
+
+
 def api_server(work_dir: Path) -> int:
     """Process id of the server that answers HTTP."""
     lines = (work_dir / "vllm-0.log").read_text(errors="replace")
@@ -255,12 +261,25 @@ async def test_stop_leaves_no_process(backend, work_dir):
     await until(lambda: not vllm_processes(work_dir))
 
 
+async def answer_of_a_second_run_on(url: str, config: TrainConfig, folder: Path) -> list[GenerateChunk]:
+    """Greedy answer of another training with an adapter of its own, attached to a server that has one already."""
+    backend = ProcessBackend()
+    work_dir = folder / "second"
+    work_dir.mkdir()
+    attached = TrainConfig.from_dict(config.model_dump() | {"engine.vllm.urls": [url]})
+    try:
+        await backend.start(attached, work_dir=work_dir, resume=None)
+        return await ask(backend, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    finally:
+        await backend.stop()
+
+
 async def test_adapter_is_trained_by_clients_through_a_kill_and_all_of_it_dies_with_the_server(small_model, tmp_path):
     keys = {"lora": {"rank": 4, "alpha": 16}, "batch_tasks": 2, "optim.lr": 1e-3}
     config = make_config(small_model, **keys, **{"engine.vllm.env": {"SWARMTUNE_TEST": str(tmp_path)}})
     failures: list[BaseException] = []
 
-    def rollout(task: int, episode: Any) -> float:
+    def rollout(task: str, episode: Any) -> float:
         """Ask once; more different letters are better, so that rewards differ."""
         llm = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0, timeout=SAFETY_S)
         try:
@@ -275,13 +294,20 @@ async def test_adapter_is_trained_by_clients_through_a_kill_and_all_of_it_dies_w
 
         def play(steps: int) -> None:
             swarm.start(config)
-            swarm.train(list(range(4)), rollout, steps=steps)
+            swarm.train([str(i) for i in range(4)], rollout, steps=steps)
 
-        training = asyncio.create_task(asyncio.to_thread(play, 3))
+        training = asyncio.create_task(asyncio.to_thread(play, 2))
         await until(lambda: list(tmp_path.glob("data/runs/*/metrics.jsonl")) or training.done())
         os.kill(api_server(next(tmp_path.glob("data/runs/*/engine"))), signal.SIGKILL)
         async with asyncio.timeout(SAFETY_S):
             await training
+        (engine_dir,) = tmp_path.glob("data/runs/*/engine")
+        second = await answer_of_a_second_run_on(url_of(api_server(engine_dir)), config, tmp_path)
+        base = plain_logprobs(load_plain(small_model), tokens(second))
+        assert tokens(second) == base.argmax(-1).tolist(), "its own adapter is new: what the base model says"
+        assert logprobs(second) == pytest.approx(base.amax(-1).tolist(), abs=LOGPROB_ERROR)
+        async with asyncio.timeout(SAFETY_S):
+            await asyncio.to_thread(play, 3)
         records = await asyncio.to_thread(swarm.steps)
         assert [record.step for record in records] == [1, 2, 3]
         assert not failures, "no episode may notice that its vLLM server was killed"
