@@ -14,6 +14,7 @@ from werewolf_rules import NINE_PLAYERS, Game, Player, Result, Role, Side, keys_
 from swarmtune.client import Episode
 from swarmtune.config import ConfigError
 from swarmtune.script import Parameters
+from swarmtune.swarm import SwarmEpisode
 
 NAMES = (
     "Ada Ben Cleo Dan Ella Finn Gwen Hugo Iris Jack Kate Liam Mona Noah Olga Paul Quin Rosa Sam Tess Udo Vera Will Yara"
@@ -78,13 +79,24 @@ def shared_rollout(task: Mapping[str, Any], episode: Episode) -> tuple[float, di
     return rewards_of(result)[side], metrics_of(result)
 
 
+def rollout_of_roles(task: Mapping[str, Any], episode: SwarmEpisode) -> dict[str, tuple[float, dict[str, float]]]:
+    """One game of several models; each trained role is rewarded for its own side."""
+    models = {
+        role: Endpoint(episode[role].base_url, episode[role].api_key, episode[role].model, trained=True)
+        for role in episode
+    }
+    result = play(task, models, next((episode[role].seed for role in episode), None) or 0)
+    rewards = rewards_of(result)
+    return {role: (rewards[side], metrics_of(result)) for role, side in sides_of(list(models)).items()}
+
+
 def sides_of(trained: Sequence[str]) -> dict[str, Side]:
     """Trained role or seat → its side.
 
     Raises:
         ConfigError: not in the game.
     """
-    known = {key: role.side for key, role in zip(keys_of(NINE_PLAYERS), NINE_PLAYERS, strict=True)}
+    known: dict[str, Side] = {key: role.side for key, role in zip(keys_of(NINE_PLAYERS), NINE_PLAYERS, strict=True)}
     known |= {str(role): role.side for role in Role}
     if wrong := [key for key in trained if key not in known]:
         raise ConfigError(f"trained: {', '.join(wrong)} is not in the game; it has {', '.join(sorted(known))}")

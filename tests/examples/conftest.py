@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from swarmtune import SwarmClient
+from swarmtune import SwarmClient, swarm_script
 from swarmtune.local import LocalServer
 from swarmtune.script import Script, main
+from swarmtune.swarm_script import SwarmScript
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from example_runs import EXAMPLES, Train, Trained  # noqa: E402
+from example_runs import EXAMPLES, Train, Trained, TrainedRoles, TrainRoles  # noqa: E402
 
 _SEEDS = itertools.count(1)
 
@@ -51,28 +52,54 @@ def train(example_server: LocalServer, tmp_path: Path) -> Iterator[Train]:
 
     def run(script: Script, model: str, settings: Mapping[str, Any] | None = None) -> Trained:
         out = tmp_path / f"run-{next(runs)}"
-        small = {
-            "model": "tiny",
-            "engine.kind": "scripted",
-            "engine.script": model,
-            "engine.context_length": 4096,
-            "sampling.max_tokens": 512,
-            "seed": next(_SEEDS),
-            "steps": 1,
-            "batch_tasks": 2,
-            "repeats": 2,
-            "parallel": 4,
-            "checkpoint.every_steps": 0,
-        }
-        config = tmp_path / f"{out.name}.json"
-        config.write_text(json.dumps(small | dict(settings or {})))
+        config = small_config(out, model, settings)
         with SwarmClient(example_server.url, patience_s=20.0) as swarm:
             before = max((event.seq for event in swarm.events_so_far()), default=0)
         status = main(script, ["--config", str(config), "--server", example_server.url, "--out", str(out)])
         with SwarmClient(example_server.url, patience_s=20.0) as swarm:
             events = swarm.events_so_far(after=before)
             swarm.stop()
-        lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").is_file() else []
-        return Trained(status, [json.loads(line) for line in lines], events, out)
+        return Trained(status, steps_in(out), events, out)
 
     yield run
+
+
+@pytest.fixture
+def train_roles(example_server: LocalServer, second_server: LocalServer, tmp_path: Path) -> TrainRoles:
+    def run(script: SwarmScript, model: str, roles: list[str], settings: Mapping[str, Any]) -> TrainedRoles:
+        out = tmp_path / "roles"
+        arguments = ["--config", str(small_config(out, model, settings)), "--out", str(out)]
+        for role, server in zip(roles, (example_server, second_server), strict=True):
+            arguments += ["--server", f"{role}={server.url}"]
+        status = swarm_script.main(script, arguments)
+        for server in (example_server, second_server):
+            with SwarmClient(server.url, patience_s=20.0) as swarm:
+                swarm.stop()
+        return TrainedRoles(status, {role: steps_in(out / role) for role in roles}, out)
+
+    return run
+
+
+def small_config(out: Path, model: str, settings: Mapping[str, Any] | None) -> Path:
+    """A configuration file beside `out`: one small step on the scripted engine."""
+    small = {
+        "model": "tiny",
+        "engine.kind": "scripted",
+        "engine.script": model,
+        "engine.context_length": 4096,
+        "sampling.max_tokens": 512,
+        "seed": next(_SEEDS),
+        "steps": 1,
+        "batch_tasks": 2,
+        "repeats": 2,
+        "parallel": 4,
+        "checkpoint.every_steps": 0,
+    }
+    config = out.with_name(f"{out.name}.json")
+    config.write_text(json.dumps(small | dict(settings or {})))
+    return config
+
+
+def steps_in(out: Path) -> list[dict[str, Any]]:
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []

@@ -69,3 +69,36 @@ def picks_an_option(messages: Messages, index: int) -> str:
         return "I trust nobody yet."
     names = options[-1].split(", ")
     return names[index % len(names)]
+
+
+GOOD = {
+    "river": (
+        "本文研究泥沙输移如何改变河流三角洲的形态。利用数字高程模型（DEM），估算了四十年间的侵蚀量。"
+        "结果表明，水坝是造成土地损失的主要原因。"
+    ),
+    "galaxy": (
+        "本文报告了十二个星系的红移。根据光谱能量分布（SED），推导出它们的恒星形成率。"
+        "结果表明，尘埃遮挡了一半的年轻恒星。"
+    ),
+}
+PLAIN = {
+    "river": (
+        "我们研究沉淀运输怎样改变河流三角洲的形状。我们用DEM估计了四十年的腐蚀。我们的结果说明水坝解释了大部分损失。"
+    ),
+    "galaxy": "我们报告了十二个星系的红移。我们用SED得到它们的造星速度。我们的结论是灰尘挡住了一半的年轻恒星。",
+}
+REVIEWS = {
+    "river": "sediment transport: 泥沙输移\nerosion: 侵蚀",
+    "galaxy": "star formation rate: 恒星形成率\ndust: 尘埃",
+}
+
+
+def translates(messages: Messages, index: int) -> str:
+    """A plain draft, a right review, and a final text that is good two times of three."""
+    prompt = messages[-1]["content"]
+    name = "river" if "river" in prompt else "galaxy"
+    if prompt.startswith("Check the terminology"):
+        return REVIEWS[name] if index % 2 else "looks fine"
+    if prompt.startswith("Translate"):
+        return PLAIN[name]
+    return PLAIN[name] if index % 3 == 0 else GOOD[name]

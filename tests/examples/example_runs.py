@@ -32,6 +32,18 @@ Train = Callable[..., Trained]
 """`train(SCRIPT, "module:function", {"steps": 2, …})`: the example's own command line, on the scripted engine."""
 
 
+@dataclass(frozen=True)
+class TrainedRoles:
+    status: int
+    metrics: dict[str, list[dict[str, Any]]]
+    """Role → its steps."""
+    out: Path
+
+
+TrainRoles = Callable[..., TrainedRoles]
+"""`train_roles(SWARM_SCRIPT, "module:function", ["a", "b"], {…})`: an example with two models, likewise."""
+
+
 def load(example: str, script: str = "train") -> ModuleType:
     """The script as a module of a name of its own: they are all called train.py."""
     path = EXAMPLES / example / f"{script}.py"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import werewolf_games
-from example_runs import Train, load
+from example_runs import Train, TrainRoles, load
 from rule_judge import RuleJudge
 from werewolf_players import AimlessPlayer, Endpoint, ModelPlayer, OpponentFails
 from werewolf_rules import NINE_PLAYERS, NOBODY, Game, Result, Role, Seat, keys_of, named_in, rewards_of
 
-from swarmtune import SwarmClient
+from swarmtune import SwarmClient, swarm_script
 from swarmtune.config import ConfigError
 from swarmtune.local import LocalServer
 
@@ -208,40 +208,36 @@ def test_opponents_come_from_any_endpoint(train: Train):
     assert run.metrics[0]["reward/mean"] == pytest.approx(run.metrics[0]["client/village_wins"])
 
 
-def test_each_role_has_a_server_and_a_reward_of_its_own(
-    example_server: LocalServer, second_server: LocalServer, tmp_path: Path
+def test_each_role_has_a_server_and_a_reward_of_its_own(train_roles: TrainRoles):
+    roles = load("werewolves", "train_roles")
+    settings = {"task.max_days": 2, "seer.sampling.max_tokens": 32}
+    run = train_roles(roles.WEREWOLF_ROLES, "example_models:picks_an_option", ["werewolf", "seer"], settings)
+    assert run.status == 0
+    werewolf, seer = run.metrics["werewolf"][0], run.metrics["seer"][0]
+    assert werewolf["reward/mean"] == pytest.approx(werewolf["client/werewolves_win"])
+    assert seer["reward/mean"] == pytest.approx(seer["client/village_wins"])
+    assert werewolf["batch/rows"] > seer["batch/rows"], "three seats on one server, one on the other"
+    configs = {role: json.loads((run.out / role / "resolved_config.json").read_text()) for role in run.metrics}
+    assert configs["seer"]["sampling"]["max_tokens"] == 32 != configs["werewolf"]["sampling"]["max_tokens"]
+    assert (run.out / "rewards.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--set", "batch_taks=2"], "batch_taks: unknown key; did you mean 'batch_tasks'?"),
+        (["--set", "seer.batch_taks=2"], "batch_taks: unknown key; did you mean 'batch_tasks'?"),
+        (["--set", 'task.trained=["seer", "seer"]'], "roles: at least one, each once; got seer, seer"),
+        (["--set", 'task.trained=["wolf"]'], "wolf is not in the game"),
+        (["--server", "witch=http://x"], "--server witch: write ROLE=URL; the roles are werewolf, seer"),
+    ],
+)
+def test_what_no_role_and_no_configuration_has_is_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    roles = load("werewolves", "train_roles")
-    keys = {
-        "model": "tiny",
-        "engine.kind": "scripted",
-        "engine.script": "example_models:picks_an_option",
-        "batch_tasks": 2,
-        "repeats": 2,
-        "steps": 1,
-        "seed": 4711,
-        "task.max_days": 2,
-        "seer.sampling.max_tokens": 32,
-    }
-    arguments = ["--roles", "werewolf,seer", "--out", str(tmp_path)]
-    arguments += ["--server", f"werewolf={example_server.url}", "--server", f"seer={second_server.url}"]
-    assert roles.main([*arguments, *(f"--set={k}={json.dumps(v)}" for k, v in keys.items())]) == 0
-    steps = {role: json.loads((tmp_path / f"{role}.jsonl").read_text()) for role in ("werewolf", "seer")}
-    assert steps["werewolf"]["reward/mean"] == pytest.approx(steps["werewolf"]["client/werewolves_win"])
-    assert steps["seer"]["reward/mean"] == pytest.approx(steps["seer"]["client/village_wins"])
-    assert steps["werewolf"]["batch/rows"] > steps["seer"]["batch/rows"], "three seats on one server, one on the other"
-    assert (tmp_path / "win_rates.png").stat().st_size > 5000
-    for server in (example_server, second_server):
-        with SwarmClient(server.url) as swarm:
-            swarm.stop()
-
-
-def test_a_key_that_no_role_and_no_configuration_has_is_refused(capsys: Any, tmp_path: Path):
-    roles = load("werewolves", "train_roles")
-    assert roles.main(["--roles", "werewolf,seer", "--set", "batch_taks=2", "--out", str(tmp_path)]) == 2
-    assert "batch_taks: unknown key; did you mean 'batch_tasks'?" in capsys.readouterr().err
-    assert roles.main(["--roles", "wolf", "--out", str(tmp_path)]) == 2
-    assert "wolf is not in the game" in capsys.readouterr().err
+    script = load("werewolves", "train_roles").WEREWOLF_ROLES
+    assert swarm_script.main(script, [*arguments, "--out", str(tmp_path)]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_win_rates_of_both_sides_are_told(example_server: LocalServer, capsys: Any):
