@@ -34,6 +34,7 @@ DEAD = (
     '{"error": {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", '
     '"type": "InternalServerError", "param": null, "code": 500}}'
 )
+UNCOUNTED = '{"choices":[{"token_ids":[1,2],"finish_reason":"length","logprobs":{"content":[]}}]}'
 BODY = {"model": "policy", "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}
 
 
@@ -131,7 +132,7 @@ async def test_stream_that_ends_before_the_answer_does_is_no_answer(client, scri
         await collect(client)
 
 
-@pytest.mark.parametrize("text", ["not json", "[1]", '{"choices":[{"token_ids":[1,2],"logprobs":{"content":[]}}]}'])
+@pytest.mark.parametrize("text", ["not json", "[1]", UNCOUNTED])
 async def test_what_is_not_vllms_form_is_no_answer(client, script, text):
     script.events = [text]
     with pytest.raises(Unreachable):
