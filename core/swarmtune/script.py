@@ -257,7 +257,7 @@ def _train(script: Script, config: ScriptConfig, options: argparse.Namespace) ->
         swarm = stack.enter_context(
             SwarmClient(url, name=config.client_name, share=config.client_share, patience_s=patience_s)
         )
-        _say(f"server {url}, results in {out}")
+        say(f"server {url}, results in {out}")
         swarm.start(config.for_server())
         stack.callback(results.close, swarm)
         if script.prepare is not None:
@@ -272,9 +272,9 @@ def _train(script: Script, config: ScriptConfig, options: argparse.Namespace) ->
             on_step=lambda record: results.step(swarm, record),
         )
         results.write_evaluation(_evaluate(script, config, swarm))
-    _say(f"done: {results.summary()}")
+    say(f"done: {results.summary()}")
     for file in ("metrics.jsonl", "reward.png"):
-        _say(f"  {out / file}")
+        say(f"  {out / file}")
     return OK
 
 
@@ -301,7 +301,7 @@ def numbers_of(done: Evaluation, repeats: int) -> dict[str, dict[str, Any]]:
     return {name: {"value": estimate.value, **n} for name, estimate in named.items()}
 
 
-def _say(sentence: str) -> None:
+def say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 

@@ -125,7 +125,7 @@ def _train(script: SwarmScript, configs: Mapping[str, one.ScriptConfig], urls: M
             if url is None:
                 url = stack.enter_context(LocalServer(out / role / "server", fresh=True)).url
                 patience_s = one.OWN_PATIENCE_S
-            print(f"{role}: server {url}, results in {out / role}", file=sys.stderr, flush=True)
+            one.say(f"{role}: server {url}, results in {out / role}")
             clients[role] = SwarmClient(url, name=config.client_name, share=config.client_share, patience_s=patience_s)
         swarm = stack.enter_context(Swarm(clients))
         swarm.start({role: config.for_server() for role, config in configs.items()})
@@ -137,6 +137,8 @@ def _train(script: SwarmScript, configs: Mapping[str, one.ScriptConfig], urls: M
 
         def note(role: str, record: StepRecord) -> None:
             results[role].step(clients[role], record)
+            reward = record.metrics.get("reward/mean", float("nan"))
+            one.say(f"{role} step {record.step:>3}/{configs[role].steps}  reward/mean {reward:.3f}")
 
         swarm.train(
             tasks,
@@ -152,7 +154,7 @@ def _train(script: SwarmScript, configs: Mapping[str, one.ScriptConfig], urls: M
             results[role].write_evaluation(numbers.get(role, {}))
     one.plot_rewards({role: results[role].rewards for role in configs}, out / "rewards.png")
     for role in configs:
-        print(f"{role}: {results[role].summary()}", file=sys.stderr, flush=True)
+        one.say(f"{role}: {results[role].summary()}")
 
 
 def _evaluate(script: one.Script, config: one.ScriptConfig, swarm: Swarm) -> dict[str, dict[str, Any]]:
