@@ -34,6 +34,9 @@ MAX_SIMILARITY = 0.4
 """Cosine of two descriptions' words."""
 MAX_SHARED = 0.08
 """Share of a body's 8-word runs that another body has too."""
+MAX_LISTING = 5000
+"""Characters of all names and descriptions together: assistants have one budget for those of all skills, and leave
+descriptions out beyond it."""
 CHECKER = "Checker"
 """Heading of the last section."""
 USE, NOT = "Use when", "Do not use when"
@@ -82,7 +85,7 @@ def check(where: Sequence[Path]) -> tuple[list[Skill], list[Problem]]:
     known = {skill.name for skill in skills}
     for skill in skills:
         problems += check_skill(skill, known)
-    return skills, problems + list(_overlaps(skills))
+    return skills, problems + list(_overlaps(skills)) + list(_listing_problems(skills, where))
 
 
 def check_skill(skill: Skill, known: Iterable[str] = ()) -> list[Problem]:
@@ -352,6 +355,14 @@ def _overlaps(skills: Sequence[Skill]) -> Iterator[Problem]:
         if shared > MAX_SHARED:
             fix = "keep it in one of them and name that skill in the other"
             yield Problem(str(one.file), f"{shared:.0%} of it stands in {other.name} too", fix)
+
+
+def _listing_problems(skills: Sequence[Skill], where: Sequence[Path]) -> Iterator[Problem]:
+    length = sum(len(skill.name) + len(skill.description) for skill in skills)
+    if length > MAX_LISTING:
+        longest = max(skills, key=lambda skill: len(skill.description))
+        fix = f"at most {MAX_LISTING}, or assistants leave descriptions out: shorten the longest, {longest.name}"
+        yield Problem(", ".join(map(str, where)), f"names and descriptions have {length} characters", fix)
 
 
 def similarity(one: str, other: str) -> float:

@@ -105,7 +105,9 @@ def load_evals(skill: Skill, known: Iterable[str] = ()) -> Evals:
     names = {*known, NONE}
     problems = [
         Problem(
-            document.where(("near_misses", at, "instead")), f"no skill {miss.instead!r}", "name another one, or none"
+            document.where(("near_misses", at, "instead")),
+            f"no other skill {miss.instead!r}",
+            "name another one, or none",
         )
         for at, miss in enumerate(evals.near_misses)
         if len(names) > 1 and (miss.instead not in names or miss.instead == skill.name)
@@ -176,7 +178,7 @@ class Runner:
         passed, words = decide(task, skill, folder)
         (outside / "check.txt").write_text(words, encoding="utf-8")
         last = (words.strip().splitlines() or ["the check said nothing"])[-1]
-        remark = f"{_ended(status)}; {last}" if status else last
+        remark = last if status == 0 else f"{_ended(status)}; {last}"
         case = Case("task", task.name, task.request, "check passes", "passes" if passed else "fails", passed, remark)
         self._told(case)
         return case

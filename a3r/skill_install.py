@@ -26,6 +26,9 @@ FOLDERS = {
     "qwen": Path(".qwen/skills"),
 }
 """Assistant → where it looks for a project's skills."""
+CLAUDE_SETTING = {"skillListingBudgetFraction": 0.03}
+"""For .claude/settings.json. By default Claude Code spends 1 % of its context on the descriptions of all skills, its
+own first: at 200,000 tokens most of ours would be shown by name only."""
 MARKER = ".a3r-skill.json"
 
 

@@ -71,7 +71,7 @@ def install(
     force: Annotated[bool, typer.Option("--force", help="Replace folders that hold changes of yours.")] = False,
 ) -> None:
     """Put the skills where coding assistants look. Folders that hold something of yours are left alone."""
-    from a3r.skill_install import FOLDERS, Action, InstallError, carry_out, plan
+    from a3r.skill_install import CLAUDE_SETTING, FOLDERS, Action, InstallError, carry_out, plan
 
     if for_ != "all" and for_ not in FOLDERS:
         _fail(f"--for {for_}: no such assistant; known: {', '.join(FOLDERS)}, all", BAD_INPUT)
@@ -96,6 +96,8 @@ def install(
             if any(s.action is action and _is_in(s.target, project / FOLDERS[assistant]) for s in steps)
         ]
         print(f"{assistant:<9} {project / FOLDERS[assistant]}: {', '.join(counts)}")
+    if "claude" in assistants:
+        print(f"Claude Code shows all descriptions with {json.dumps(CLAUDE_SETTING)} in .claude/settings.json")
 
 
 @app.command("eval")

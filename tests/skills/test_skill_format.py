@@ -1,4 +1,4 @@
-"""Skills that an assistant could not load, or that would mislead it, are refused in sentences that say what to change."""
+"""Skills that no assistant could load, or that would mislead it, are refused in sentences that say what to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ test -f wall
 
 NAMES = (
     "cocktail-training debug-training design-reward diagnose-run install-swarm monitor-training nightly-benchmark "
-    "port-blackbox-agent run-swarm-server train-several-models write-blueprint write-goal write-report write-swarm-client"
+    "port-blackbox-agent run-swarm-server train-several-models write-blueprint write-goal write-report "
+    "write-swarm-client"
 ).split()
 
 
@@ -188,6 +189,13 @@ def test_prose_that_stands_in_two_skills_is_refused(tmp_path: Path) -> None:
     text = GOOD.replace("Paint it.", prose).replace("Paints a wall in one colour", "Mixes what others brush on")
     other = make(tmp_path, text, name="mix")
     assert "of it stands in mix too; keep it in one of them" in problems(one, other)
+
+
+def test_descriptions_that_no_assistant_would_show_together_are_refused(tmp_path: Path) -> None:
+    for at in range(8):
+        words = " ".join(f"w{at}x{n}" for n in range(150))
+        make(tmp_path, GOOD.replace("a wall in one colour", words), name=f"paint-{at}")
+    assert "names and descriptions have" in problems(tmp_path) and problems(tmp_path / "paint-1") == ""
 
 
 def test_every_problem_of_a_file_is_told_at_once(tmp_path: Path) -> None:

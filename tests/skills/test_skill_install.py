@@ -194,7 +194,7 @@ def command(*words: object) -> tuple[int, str]:
 def test_the_command_installs_for_all_and_says_where(project: Path) -> None:
     status, said = command("install", "--project", project)
     count = len(shipped())
-    assert status == 0 and [line.split()[0] for line in said.splitlines()] == list(FOLDERS)
+    assert status == 0 and [line.split()[0] for line in said.splitlines()] == [*FOLDERS, "Claude"]
     assert said.count(f"{count} added") == 4
     assert command("install", "--project", project, "--for", "qwen")[1].endswith(f"{count} the same already\n")
 
