@@ -46,8 +46,8 @@ async def reached(local: LocalServer, step: int) -> None:
 async def test_training_cannot_take_the_places_of_evaluations_nor_they_its(data, model):
     async with LocalServer(data, model) as local:
         await local.boot(**{"repeats": 4, "batching.max_open_episodes": 2, "evaluation.slots": 1})
-        training = [await local.claim("task") for _ in range(2)]
         evaluated = await claim(local, None)
+        training = [await local.claim("task") for _ in range(2)]
         with pytest.raises(ControlRefused, match=r"evaluation\.slots") as refused:
             await claim(local, None)
         assert (refused.value.body.code, refused.value.body.retry_after_s is not None) == ("too_many_episodes", True)
@@ -131,6 +131,16 @@ async def test_an_evaluation_begun_while_a_step_trains_is_of_the_weights_that_co
         await local.until(lambda: local.server.live_run().training == 1)
         assert (await begin(local)).weight_version == 1
         grant = await claim(local, wait_s=30)
+        await local.chat(grant.api_key)
+        assert (grant.weight_version, (await local.end(grant.episode_id)).weight_versions) == (1, [1])
+
+
+async def test_an_evaluation_episode_of_its_own_does_not_begin_while_a_step_trains(data, model):
+    async with LocalServer(data, model) as local:
+        await local.boot(**{"engine.script_update_s": 0.5, "batching.overlap": True})
+        await fill_batch(local)
+        await local.until(lambda: local.server.live_run().training == 1)
+        grant = await claim(local, None, wait_s=30)
         await local.chat(grant.api_key)
         assert (grant.weight_version, (await local.end(grant.episode_id)).weight_versions) == (1, [1])
 
