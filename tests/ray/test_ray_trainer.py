@@ -67,6 +67,13 @@ def test_two_ranks_get_the_loss_and_gradient_norm_of_one_process(trainer: Make, 
         torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=3e-5)
 
 
+def test_the_distance_to_the_start_model_has_no_gradient_at_the_start_with_an_adapter(trainer: Make):
+    """Computing the start model's log-probabilities, the adapter switched off, leaves every weight trainable."""
+    plain, held = trainer(**{"lora.rank": 4}), trainer(**{"lora.rank": 4, "algorithm.kl_coef": 0.3})
+    expected, got = plain.update(make_batch()), held.update(make_batch())
+    assert got["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+
+
 def test_a_rank_without_a_row_of_its_own_changes_nothing(trainer: Make):
     rows = [sample(n, f"e{n}", "t", prompt=[1, 2, 3], turns=[(6 + n, 0)]) for n in range(2)]
     rewarded = [FinishedEpisode(f"e{n}", "t", reward=float(n), samples=[rows[n]]) for n in range(2)]

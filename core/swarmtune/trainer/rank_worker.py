@@ -19,7 +19,7 @@ from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from swarmtune.trainer import cpu_platform
 from swarmtune.trainer.adapter import named_adapter
-from swarmtune.trainer.worker import Sizes, SkipPadding, named_weights, sizes
+from swarmtune.trainer.worker import Sizes, SkipPadding, kept_trainable, named_weights, sizes
 
 
 class RankWorker(Worker):
@@ -76,7 +76,7 @@ class RankModel:
             return [self._worker.forward_backward(_as_loaded(micro)) for micro in micros]
 
     def infer_batch(self, micros: list[TensorDict]) -> list[TensorDict]:
-        with self._engine.eval_mode():
+        with self._engine.eval_mode(), kept_trainable(self._engine.module):
             return [self._worker.infer_batch(_as_loaded(micro)) for micro in micros]
 
     def optimizer_step(self, settings: Any) -> float:

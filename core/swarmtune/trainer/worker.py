@@ -147,7 +147,8 @@ class InProcess:
         return [self._worker.forward_backward(micro) for micro in micros]
 
     def infer_batch(self, micros: Sequence[TensorDict]) -> list[TensorDict]:
-        return [self._worker.infer_batch(micro) for micro in micros]
+        with kept_trainable(self._worker.engine.module):
+            return [self._worker.infer_batch(micro) for micro in micros]
 
     def optimizer_step(self, settings: dict[str, Any]) -> float:
         return self._worker.optimizer_step(settings)["grad_norm"]
@@ -166,6 +167,31 @@ class InProcess:
 
     def close(self) -> None:
         self._worker = None
+
+
+@contextmanager
+def kept_trainable(module: torch.nn.Module) -> Iterator[None]:
+    """For inference: what is trainable afterwards is what was before.
+
+    PEFT switches an adapter off by taking the gradient from the parameters that are registered at the moment. Under
+    FSDP2 those may be the gathered ones, and the sharded ones, which the optimizer has, would stay without.
+    """
+    _reshard(module)
+    trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        _reshard(module)
+        for parameter, was in trainable:
+            parameter.requires_grad_(was)
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class SkipPadding:
