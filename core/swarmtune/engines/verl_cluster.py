@@ -20,9 +20,9 @@ import ray
 from ray.exceptions import RayError
 
 from swarmtune.backend import StartFailed
-from swarmtune.config import ConfigError, TrainConfig, VerlConfig
+from swarmtune.config import TrainConfig, VerlConfig
 from swarmtune.engines.verl_config import verl_config
-from swarmtune.trainer.ray_session import QUIET, gather, last_line, package_path, temp_dir
+from swarmtune.trainer.ray_session import QUIET, gather, join_cluster, last_line, package_path, temp_dir
 from swarmtune.trainer.ray_workers import RayWorkers
 from swarmtune.trainer.worker import Sizes, WorkersLost
 
@@ -244,12 +244,7 @@ def _start_ray(config: TrainConfig, work_dir: Path) -> Callable[[], None]:
         shutil.rmtree(folder, ignore_errors=True)
         ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), runtime_env=runtime_env)
     else:
-        try:
-            ray.init(address=address, runtime_env=runtime_env)
-        except (ConnectionError, RuntimeError, ValueError) as error:  # Ray has no type of its own for it
-            raise ConfigError(
-                f"ray.address: no Ray cluster can be joined at {address!r} ({last_line(error)})"
-            ) from error
+        join_cluster(address, runtime_env=runtime_env)
 
     def end() -> None:
         ray.shutdown()

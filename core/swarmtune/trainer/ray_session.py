@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import zlib
@@ -27,6 +28,7 @@ from swarmtune.config import ConfigError, RayConfig, TrainConfig
 from swarmtune.trainer import cpu_platform
 from swarmtune.trainer.worker import WorkersLost
 
+PROBE_S = 10.0
 SOCKET_LIMIT = 107
 """Bytes of a unix socket's path (Linux)."""
 SOCKET_TAIL = len("/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store")
@@ -146,13 +148,31 @@ def _start(config: RayConfig, folder: Path) -> None:
 
 
 def _join(config: RayConfig) -> None:
+    assert config.address is not None
+    join_cluster(config.address, log_to_driver=False, configure_logging=False)
+
+
+def join_cluster(address: str, **settings: Any) -> None:
+    """`ray.init` to a cluster that runs.
+
+    Raises:
+        ConfigError: nobody answers there, or it wants something else.
+    """
     try:
-        ray.init(address=config.address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:  # Ray has no type of its own for it
+        _probe(address)
+        ray.init(address=address, **settings)
+    except (OSError, RuntimeError, ValueError) as error:  # Ray has no type of its own for it
         raise ConfigError(
-            f"ray.address: no Ray cluster can be joined at {config.address!r} ({last_line(error)}); start one with "
+            f"ray.address: no Ray cluster can be joined at {address!r} ({last_line(error)}); start one with "
             "`ray start --head`, set RAY_AUTH_MODE=token where it asks for a token, or leave ray.address out"
         ) from error
+
+
+def _probe(address: str) -> None:
+    """Raises OSError when nothing listens: Ray would try again for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
 
 
 def _check_room(config: RayConfig) -> None:
