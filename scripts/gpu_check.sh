@@ -3,7 +3,7 @@
 # to stop. Under 8 minutes, nothing is downloaded, nothing is installed unless asked:
 #
 #   scripts/gpu_check.sh                      with $PYTHON, else .venv, else python3
-#   scripts/gpu_check.sh --install            first: python3 -m venv .venv-gpu, pip install -e . verl[vllm]==0.9.1 …
+#   scripts/gpu_check.sh --install            first: python3 -m venv .venv-gpu, pip install -e .[verl-gpu]
 #   scripts/gpu_check.sh --model FOLDER       another model than a random one; --rollout sglang
 #
 # Prints PASS, FAIL and SKIP lines with reasons. Status 0: all passed; 1: something failed; 2: no GPU, nothing was checked.
@@ -25,8 +25,7 @@ interpreter() {
 if [ "${1:-}" = --install ]; then
   shift
   python3 -m venv "$root/.venv-gpu"
-  "$root/.venv-gpu/bin/pip" --disable-pip-version-check install --quiet --editable "$root" \
-    "verl[vllm]==0.9.1" renderers uvicorn fastapi cachetools gguf llguidance
+  "$root/.venv-gpu/bin/pip" --disable-pip-version-check install --quiet --editable "$root[verl-gpu]"
 fi
 
 export PYTHONPATH="$root/core${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
