@@ -73,6 +73,7 @@ def config_of(options: argparse.Namespace, *, overlap: bool) -> TrainConfig:
             "sampling.max_tokens": options.max_tokens,
             "engine.kind": options.engine,
             "engine.context_length": 512,
+            "engine.threads": options.threads,
             "batching.overlap": overlap,
             "checkpoint.every_steps": 0,
             # Both settings compute the same loss, so that only the overlap differs.
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--parallel", type=int, default=16)
+    parser.add_argument("--threads", type=int, help="torch threads of the engine process; default: all cores")
     parser.add_argument("--tool-s", type=float, default=2.0, help="what each agent waits for its tool")
     parser.add_argument("--update-s", type=float, default=2.0, help="scripted engine: length of an update")
     return parser
