@@ -439,6 +439,11 @@ class TrainConfig(_Part):
                 "batching.max_staleness: 0 with batching.overlap drops all that is sampled during an update; set it to "
                 "1 or more"
             )
+        if self.batching.overlap and self.engine.kind == "verl" and self.engine.verl.placement == "colocated":
+            raise ValueError(
+                "batching.overlap: with engine.verl.placement colocated the GPUs generate and train in turn; take "
+                "placement separate, or leave overlap out"
+            )
         if self.sampling.max_tokens >= self.engine.context_length:
             raise ValueError(
                 f"sampling.max_tokens: {self.sampling.max_tokens} leaves no room for a prompt in "

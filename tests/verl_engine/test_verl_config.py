@@ -77,6 +77,12 @@ def test_an_override_that_verl_does_not_know_is_refused_with_the_nearest():
         check_known("actor_rollout_ref.rollout.enforce_eagr", made, known_keys(made))
 
 
+def test_gpus_that_take_turns_cannot_overlap(config: Make):
+    with pytest.raises(ConfigError, match="take placement separate"):
+        config(**{"batching.overlap": True})
+    config(**{"batching.overlap": True, "engine.verl.placement": "separate"})
+
+
 def test_gpus_that_replicas_do_not_fill_are_refused(config: Make):
     with pytest.raises(ConfigError, match="replicas of 2 GPUs do not fill 3"):
         config(**{"engine.verl.gpus_per_node": 3, "engine.verl.tensor_parallel": 2})

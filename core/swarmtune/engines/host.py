@@ -246,9 +246,16 @@ class EngineHost:
             log.exception("metrics could not be tracked")
 
     async def _save(self, frame: Frame) -> None:
+        from swarmtune.trainer.worker import WorkersLost
+
         _, trainer = self._loaded()
         async with self._updating:
-            await self._on_trainer_thread(lambda: trainer.save(Path(frame["path"])))
+            try:
+                await self._on_trainer_thread(lambda: trainer.save(Path(frame["path"])))
+            except WorkersLost:
+                log.exception("no checkpoint; ending, so that the last one is loaded")
+                leave(1)
+                raise
 
     async def _stop(self, frame: Frame) -> None:
         """End the process politely: an update or a checkpoint under way is finished first."""
