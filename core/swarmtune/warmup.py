@@ -62,7 +62,7 @@ class Warmup:
 
     def _order(self, position: int) -> list[int]:
         """Conversations of a step: each once in random order, then again in another one, none twice in a step."""
-        drawn, waiting = self._rounds(), list[int]()
+        drawn, waiting, chosen = self._rounds(), list[int](), list[int]()
         for _ in range(position + 1):
             chosen, waiting = waiting[: self.size], waiting[self.size :]
             while len(chosen) < self.size:

@@ -112,10 +112,13 @@ def estimate(
     if sum(int(facts.computed[i].sum()) for i in scored) < 2:
         return result
     columns = _Columns([facts.computed[i] for i in scored])
+    token_rewards = columns.at_end([rewards[i] for i in scored])
+    if (penalties := columns.of(facts.penalties, scored)) is not None:
+        token_rewards = token_rewards - penalties
     advantages, returns = _run(
         config,
         columns,
-        token_level_rewards=columns.at_end([rewards[i] for i in scored]) - columns.of(facts.penalties, scored, 0.0),
+        token_level_rewards=token_rewards,
         index=np.array([episodes[i].task_id for i in scored], dtype=object),
         values=columns.of(facts.values, scored),
         old_log_probs=columns.of(facts.old_logprobs, scored),
@@ -148,12 +151,10 @@ class _Columns:
         placed[torch.arange(len(rewards)), (self._lengths - 1).clamp(min=0)] = torch.tensor(rewards)
         return placed
 
-    def of(
-        self, facts: Sequence[torch.Tensor] | None, scored: Sequence[int], absent: float | None = None
-    ) -> torch.Tensor | float | None:
-        """The facts of the scored episodes in columns; `absent` where there are none."""
+    def of(self, facts: Sequence[torch.Tensor] | None, scored: Sequence[int]) -> torch.Tensor | None:
+        """The facts of the scored episodes in columns; None where there are none."""
         if facts is None:
-            return absent
+            return None
         placed = torch.zeros_like(self.mask)
         for position, (i, computed) in enumerate(zip(scored, self._computed, strict=True)):
             placed[position, : int(computed.sum())] = facts[i][computed]

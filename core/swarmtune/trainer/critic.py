@@ -94,6 +94,7 @@ class ValueObjective:
         values = no_padding_2_padding(model_output["values"], data)
         fields = data.select("response_mask", "values", "returns").to_padded_tensor()
         mask = fields["response_mask"].bool()
+        ranks: Any = data["dp_size"]
         loss, clipped = compute_value_loss(
             vpreds=values,
             returns=fields["returns"],
@@ -101,14 +102,14 @@ class ValueObjective:
             response_mask=mask,
             cliprange_value=self.value_clip,
             loss_agg_mode="token-mean",
-            dp_size=data["dp_size"],
+            dp_size=ranks,
             # token-mean: each token's weight is one by the number of all.
             batch_num_tokens=round(1.0 / float(data["loss_weights"][0])),
         )
         targets = float(mask.sum())
         return loss, {
             "targets": targets,
-            "critic/vf_loss": loss.item() / data["dp_size"],
+            "critic/vf_loss": loss.item() / ranks,
             "critic/vf_clipfrac": float(clipped) * targets,
             "critic/vpred_mean": float((values.detach() * mask).sum()),
         }

@@ -96,6 +96,9 @@ class SelectiveFSDPEngine(FSDPEngineWithLMHead):
 class SelectiveValueEngine(SelectiveFSDPEngine):
     """The same for a value model: one number per token that is predicted, of the state before it."""
 
+    model_config: Any
+    engine_config: Any
+
     def _build_module(self) -> torch.nn.Module:
         """veRL's loader asks for flash attention, which no CPU has."""
         from transformers import AutoModelForTokenClassification

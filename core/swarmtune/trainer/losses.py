@@ -98,7 +98,7 @@ class PolicyObjective:
         log_prob = no_padding_2_padding(model_output["log_probs"], data)
         entropy = no_padding_2_padding(model_output["entropy"], data)
         # Each micro-batch holds its exact share of the loss; the data-parallel mean over ranks is undone by dp_size.
-        ranks = data["dp_size"]
+        ranks: Any = data["dp_size"]
         self.actor.global_batch_info.update(dp_size=ranks, batch_num_tokens=1, global_batch_size=1)
         names = ["response_mask", "exact", "rollout_log_probs", "advantages"]
         names += [name for name in ("old_log_probs", "ref_log_prob", "rollout_is_weights") if name in data]

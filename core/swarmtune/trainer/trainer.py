@@ -394,7 +394,8 @@ class Trainer:
         outputs = model.infer_batch([micro.data for micro in micros])
         for micro, output in zip(micros, outputs, strict=True):
             if micro.rows:
-                for i, values in zip(micro.rows, output[name].unbind(), strict=True):
+                rows_of: Any = output[name]
+                for i, values in zip(micro.rows, rows_of.unbind(), strict=True):
                     found[i] = _shift(values)
         return found
 
