@@ -56,6 +56,7 @@ SCRIPT = Script(
         "engine.max_batch": 64,
         "optim.lr": 2e-5,
         "checkpoint.every_steps": 0,
+        "task.players": 3,
         "task.kinds": 2,
     },
 )

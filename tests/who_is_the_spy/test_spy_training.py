@@ -90,7 +90,7 @@ def test_one_training_step_of_agent_roll(tmp_path: Path) -> None:
     metrics = json.loads(line)
     assert {"reward/mean", "client/describe/forfeited", "client/vote/by_lot"} <= set(metrics)
     assert not metrics.get("merge/left_out_side"), "all civilians are trained"
-    assert metrics["batch/rows"] == 12, "four episodes of three civilians, a row each"
+    assert metrics["batch/rows"] == 8, "four episodes of two civilians, a row each"
     assert (tmp_path / "reward.png").stat().st_size > 1000
 
 
