@@ -22,7 +22,15 @@ from ray.exceptions import RayError
 from swarmtune.backend import StartFailed
 from swarmtune.config import TrainConfig, VerlConfig
 from swarmtune.engines.verl_config import verl_config
-from swarmtune.trainer.ray_session import QUIET, gather, join_cluster, last_line, package_path, temp_dir
+from swarmtune.trainer.ray_session import (
+    QUIET,
+    clear_temp_dirs,
+    gather,
+    join_cluster,
+    last_line,
+    package_path,
+    temp_dir,
+)
 from swarmtune.trainer.ray_workers import RayWorkers
 from swarmtune.trainer.worker import Sizes, WorkersLost
 
@@ -241,7 +249,7 @@ def _start_ray(config: TrainConfig, work_dir: Path) -> Callable[[], None]:
     address = config.ray.address if config.ray else None
     folder = temp_dir(work_dir)
     if address is None:
-        shutil.rmtree(folder, ignore_errors=True)
+        clear_temp_dirs(folder)
         ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), runtime_env=runtime_env)
     else:
         join_cluster(address, runtime_env=runtime_env)

@@ -17,7 +17,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ PROBE_S = 10.0
 SOCKET_LIMIT = 107
 """Bytes of a unix socket's path (Linux)."""
 SOCKET_TAIL = len("/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+TEMP_PREFIX = "swarmtune-ray-"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
@@ -134,7 +134,7 @@ def close_session(session: RaySession) -> None:
 
 
 def _start(config: RayConfig, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed
+    clear_temp_dirs(folder)
     ray.init(
         address="local",
         num_cpus=config.processes,
@@ -243,9 +243,20 @@ def last_line(error: Exception) -> str:
 
 
 def temp_dir(work_dir: Path) -> Path:
-    """Where Ray keeps sockets and logs: in the work folder where their paths fit, else in the system's."""
-    inside = work_dir.resolve() / "ray"
-    if len(os.fsencode(inside)) + SOCKET_TAIL <= SOCKET_LIMIT:
-        return inside
-    name = f"swarmtune-ray-{os.getuid()}-{zlib.crc32(os.fsencode(inside)):08x}"
-    return Path(tempfile.gettempdir()) / name
+    """Where Ray keeps sockets and logs: in the work folder where their paths fit, else in the system's own."""
+    name = f"{TEMP_PREFIX}{os.getuid()}-{os.getpid()}"
+    candidates = [work_dir.resolve() / "ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
+    return next((path for path in candidates if _fits(path)), candidates[-1])
+
+
+def _fits(folder: Path) -> bool:
+    return len(os.fsencode(folder)) + SOCKET_TAIL <= SOCKET_LIMIT
+
+
+def clear_temp_dirs(folder: Path) -> None:
+    """Remove `folder`, and beside it what this user's processes left that were killed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for left in folder.parent.glob(f"{TEMP_PREFIX}{os.getuid()}-*"):
+        pid = left.name.rpartition("-")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
