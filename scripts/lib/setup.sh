@@ -52,7 +52,10 @@ build_environment() {
   say "setting up .venv: about two minutes and 2 GB, once"
   # torch first and alone: pip then takes a CPU build where one is offered, and nothing later replaces it.
   "${pip[@]}" "$torch"
-  "${pip[@]}" --editable "$root[train,dev,frameworks,examples]"
+  "${pip[@]}" --editable "$root[train,dev,frameworks]"
+  # A package of theirs is compiled here: without a C compiler only these are missing.
+  "${pip[@]}" --editable "$root[examples]" ||
+    say "the extra \"examples\" could not be installed (does this machine have a C compiler?): its tests are skipped"
 }
 
 # Bring up .venv; returns at once when it is current. A lock on scripts/ lets one process build and the others wait.
