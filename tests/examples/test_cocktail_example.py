@@ -29,7 +29,8 @@ def small(folder: Path) -> Path:
     settings = yaml.safe_load((EXAMPLES / "cocktail" / "config.yaml").read_text())
     train = settings["train"]
     train |= {"model": "tiny", "repeats": 2}
-    train["engine"] |= {"kind": "scripted", "script": "example_models:cocktail", "script_update_s": 0.3}
+    # Steps as long as a client takes to start: it is to be back before the last one.
+    train["engine"] |= {"kind": "scripted", "script": "example_models:cocktail", "script_update_s": 2.0}
     train["batching"]["client_timeout_s"] = 6.0
     (folder / "config.json").write_text(json.dumps(settings))
     return folder / "config.json"
