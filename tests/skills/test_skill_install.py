@@ -147,7 +147,7 @@ def test_other_skills_of_the_user_are_not_touched(skills: list[Skill], project: 
     assert sorted(p.name for p in (project / ".claude").iterdir()) == ["settings.json", "skills"]
 
 
-@pytest.mark.parametrize("at", range(1, 5))
+@pytest.mark.parametrize("at", range(1, 6))
 def test_a_failure_at_any_copy_or_rename_leaves_everything_as_it_was(
     at: int, skills: list[Skill], project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
