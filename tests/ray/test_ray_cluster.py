@@ -23,7 +23,7 @@ from trainer_episodes import make_batch
 
 from swarmtune.trainer.ray_session import QUIET
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SOURCE = str(Path(__file__).parents[2] / "core")
 ENVIRONMENT = os.environ | QUIET | {"PYTHONPATH": SOURCE, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 

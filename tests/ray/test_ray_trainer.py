@@ -7,11 +7,13 @@ Rules:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from ray_processes import alive, descendants, until
 from trainer_episodes import make_batch, sample
 
 from swarmtune.config import ConfigError, TrainConfig
@@ -19,7 +21,7 @@ from swarmtune.trainer.ray_session import RaySession, close_session, open_sessio
 from swarmtune.trainer.trainer import Trainer
 from swarmtune.types import FinishedEpisode, TrainBatch
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Make = Callable[..., Trainer]
 
 SAME = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/ppo_kl")
@@ -27,11 +29,14 @@ SAME = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "acto
 
 @pytest.fixture(scope="module", autouse=True)
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RaySession]:
-    """Keeps the ranks between the tests; each trainer loads its own models into them."""
+    """Keeps the ranks between the tests; each trainer loads its own models into them. Nothing of Ray outlives it."""
     config = TrainConfig.from_dict({"model": "tiny", "ray.processes": 2, "engine.threads": 2})
     opened = open_session(config, tmp_path_factory.mktemp("ray"))
+    below = descendants(os.getpid())
+    assert set(opened.pids) <= {process.pid for process in below}
     yield opened
     close_session(opened)
+    until(lambda: not alive(below), "the session's processes")
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
