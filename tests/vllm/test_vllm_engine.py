@@ -326,6 +326,13 @@ async def test_attached_server_whose_logprobs_are_of_the_cut_distribution_is_ref
         await make_engine(server)
 
 
+async def test_server_that_dies_of_its_first_tokens_fails_the_start_and_says_what_to_do(make_engine):
+    server = StandIn()
+    server.poison = 1
+    with pytest.raises(StartFailed, match=r"first tokens: .*engine\.kind to hf"):
+        await make_engine(server)
+
+
 async def test_server_that_does_not_start_fails_the_start_and_the_others_are_ended(make_engine):
     servers = [StandIn("a"), StandIn("b")]
     servers[1].broken_starts = 1

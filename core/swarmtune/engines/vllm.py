@@ -235,7 +235,10 @@ class VllmEngine:
             try:
                 self._whole = await self._reports_whole_distribution()
             except (Unreachable, Interrupted, RequestRefused) as error:
-                raise StartFailed(f"vLLM fails at its first tokens: {error}; {self._replicas.last_words()}") from error
+                raise StartFailed(
+                    f"vLLM fails at its first tokens: {error}; {self._replicas.last_words()}; if it cannot compute this "
+                    "model, set engine.kind to hf"
+                ) from error
 
     async def resume(self) -> None:
         self._replicas.release()
