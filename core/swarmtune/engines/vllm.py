@@ -236,8 +236,8 @@ class VllmEngine:
                 self._whole = await self._reports_whole_distribution()
             except (Unreachable, Interrupted, RequestRefused) as error:
                 raise StartFailed(
-                    f"vLLM fails at its first tokens: {error}; {self._replicas.last_words()}; if it cannot compute this "
-                    "model, set engine.kind to hf"
+                    f"vLLM fails at its first tokens: {error}; {self._replicas.last_words()}; "
+                    "if it cannot compute this model, set engine.kind to hf"
                 ) from error
 
     async def resume(self) -> None:
