@@ -74,7 +74,7 @@ def test_c3_drops_complete_tasks_whose_rewards_are_equal_and_waits_for_others(sw
     admitted = s.end(first, 1.0)
     assert len(admitted.dropped) == 2 and first.episode_id in {d.episode_id for d in admitted.dropped}
     assert {d.reason for d in admitted.dropped} == {DropReason.ZERO_VARIANCE}
-    assert s.pool.dropped_counts == {DropReason.ZERO_VARIANCE: 2, DropReason.STALE: 0}
+    assert s.pool.dropped_counts == {DropReason.ZERO_VARIANCE: 2, DropReason.STALE: 0, DropReason.UPDATE_FAILED: 0}
     assert len(s.pool) == 0
     a = s.run_task("a", [0.0, 1.0])
     assert not s.ready
