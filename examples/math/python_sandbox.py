@@ -3,9 +3,9 @@
     python -I -S python_sandbox.py '{"work": …, "memory_mb": …, "report_fd": …, …}' < program.py
 
 This process stays as it is and waits. Its child enters namespaces (processes, network, mounts) where the kernel grants
-them, with every file system read-only but the work folder, which is a small one in memory; leaves root where this one
-is root; sets resource limits; and becomes the program. On `report_fd` it says "namespaces", "limits" or "cannot: …".
-Exit status: the program's, or 128 + signal. Standard library only.
+them, with homes and sockets covered and every file system read-only but the work folder, which is a small one in
+memory; leaves root where this one is root; sets resource limits; and becomes the program. On `report_fd` it says
+"namespaces", "limits" or "cannot: …". Exit status: the program's, or 128 + signal. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount uts ipc pid net
 _NEW_USERS = 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x2000, 0x4000, 0x40000
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+_SHARED = ("/tmp", "/var/tmp", "/run", "/dev/shm")
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 
 
@@ -77,31 +78,36 @@ def _enter_namespaces(settings: dict[str, Any], as_root: bool) -> bool:
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     work = settings["work"]
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    if as_root:
-        _show_only(settings["python"], Path(work))
+    _hide(settings["home"], settings["python"], work)
     read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     _checked(_LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only)))
     _mount("tmpfs", work, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={settings['files_mb']}m,mode=700,uid={user}")
     return True
 
 
-def _show_only(folders: list[str], staging: Path) -> None:
-    """Where `folders` (this Python's) lie in a place closed to others, such as /root: let them see these, no more."""
-    closed = {folder: _closed_above(Path(folder)) for folder in folders}
-    hidden = [folder for folder in folders if closed[folder]]
-    for number, folder in enumerate(hidden):
-        (staging / str(number)).mkdir()
-        _mount(folder, str(staging / str(number)), None, _MS_BIND | _MS_REC)
-    for place in {closed[folder] for folder in hidden}:
+def _hide(home: str, kept: list[str], work: str) -> None:
+    """Cover what belongs to users: their homes, sockets (one is enough to get out), and what others may not enter.
+
+    `kept`, the folders of this Python, and the work folder stay where they are.
+    """
+    handles = {folder: os.open(folder, os.O_PATH) for folder in kept}
+    named = [home, *_SHARED, *map(_closed_above, kept)]
+    places = {Path(place).resolve() for place in named if place and Path(place).is_dir()} - {Path("/")}
+    outermost = [place for place in places if not any(other in place.parents for other in places)]
+    for place in outermost:
         _mount("tmpfs", str(place), "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-    for number, folder in enumerate(hidden):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _mount(str(staging / str(number)), folder, None, _MS_MOVE)
+    for folder, handle in handles.items():
+        if any(Path(folder).is_relative_to(place) for place in outermost):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            _mount(f"/proc/self/fd/{handle}", folder, None, _MS_BIND | _MS_REC)
+        os.close(handle)
+    Path(work).mkdir(parents=True, exist_ok=True)
 
 
-def _closed_above(folder: Path) -> Path | None:
-    """The first folder on the way to it that others may not enter."""
-    return next((p for p in [*reversed(folder.parents), folder] if not p.stat().st_mode & stat.S_IXOTH), None)
+def _closed_above(folder: str) -> str | None:
+    """The first folder on the way to it that others may not enter: to a user that is not root it is not there."""
+    way = [*reversed(Path(folder).parents), Path(folder)]
+    return next((str(p) for p in way if not p.stat().st_mode & stat.S_IXOTH), None)
 
 
 def _leave_root(work: Path) -> None:

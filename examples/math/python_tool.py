@@ -2,11 +2,11 @@
 
     print(run_python("print(2 ** 100)").text)
 
-What always holds: the program gets no secret of this process (an empty environment, no open files); a fresh folder that
-is gone afterwards; bounded CPU time, memory, files, processes, wall time and output. Where the kernel grants namespaces
-(`Ran.isolation`) it also has no network, can write nowhere but in its folder, and leaves no process behind. Without
-them it runs as a user of its own if this process is root, else as this user, and could end its guardian. It can read
-what any user can.
+What always holds: the program gets no secret of this process (an empty environment, no open files); a fresh folder
+that is gone afterwards; bounded CPU time, memory, files, processes, wall time and output. Where the kernel grants
+namespaces (`Ran.isolation`) it also has no network, can write nowhere but in its folder, sees no homes and no sockets,
+and leaves no process behind. Without them it runs as a user of its own if this process is root, else as this user, and
+could end its guardian. What is not covered it can read as any user can.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_python(program: str, limits: Limits = DEFAULT_LIMITS, *, namespaces: boo
         return Ran("(not run: it has more than 100,000 characters, or a zero byte)", "error", "limits")
     report, report_fd = os.pipe()
     with tempfile.TemporaryDirectory(prefix="python-tool-", ignore_cleanup_errors=True) as work, open(report) as told:
-        python = {"interpreter": sys.executable, "python": sorted({sys.prefix, sys.base_prefix})}
+        python = {"interpreter": sys.executable, "python": _python_folders(), "home": os.path.expanduser("~")}
         fixed = {"work": work, "namespaces": namespaces, "report_fd": report_fd} | python
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(SANDBOX), json.dumps(asdict(limits) | fixed)],
@@ -108,6 +108,15 @@ def run_python(program: str, limits: Limits = DEFAULT_LIMITS, *, namespaces: boo
         )
     ended: Ended = stopped or ("ok" if status == 0 else "time" if status in _OUT_OF_CPU_TIME else "error")
     return Ran(output, ended, said)  # type: ignore[arg-type] - one of the two, by the check above
+
+
+def _python_folders() -> list[str]:
+    """What this Python needs to run: its environment, the one that was made from, and where its links lead through."""
+    folders, link = {sys.prefix, sys.base_prefix}, Path(sys.executable)
+    while link.is_symlink():
+        link = link.parent / os.readlink(link)
+        folders.add(os.path.normpath(link.parent))
+    return sorted(folders)
 
 
 def _follow(process: subprocess.Popen[bytes], program: str, limits: Limits) -> tuple[str, Ended | None]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
+import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,3 +210,18 @@ def test_a_program_that_fails_says_why(run):
     ran = run("1 / 0")
     assert ran.ended == "error" and "ZeroDivisionError" in ran.text
     assert "no output" in run("x = 1").text
+
+
+def test_homes_and_sockets_are_covered_in_namespaces(tmp_path: Path):
+    with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        listener.bind(f"{folder}/door")
+        Path(folder, "door").chmod(0o777)
+        listener.listen()
+        knock = f"import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect({folder + '/door'!r})\nprint('open')"
+        ran = run_python(f"import os\nprint(os.listdir({str(Path.home())!r}))\n{knock}", SHORT)
+    if ran.isolation != "namespaces":
+        pytest.skip("the kernel grants no namespaces here")
+    assert "open" not in ran.output.split() and "FileNotFoundError" in ran.output
+    (seen,) = re.findall(r"^\[.*\]$", ran.output, re.MULTILINE)
+    assert set(ast.literal_eval(seen)) < set(os.listdir(Path.home())), "nothing but this Python's folder"
