@@ -94,11 +94,7 @@ async def warmed_up(data_dir: Path, *, kill_after: int | None) -> dict[str, torc
             await done(local, kill_after)
             os.kill(local.server._backend._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
         assert await done(local, 6) == [1, 2, 3, 4, 5, 6]
-        await local.until(lambda: [c.step for c in local.server.checkpoints()][-1] == 6, PATIENCE_S)
-        folder = Path(local.server.checkpoints()[-1].path)
-        (file,) = folder.glob("model_world_size_1_rank_0.pt")
-        state = torch.load(file, weights_only=False)
-        return {k: v.to_local() if hasattr(v, "to_local") else v for k, v in state.items()}
+        return await saved_weights(local, step=6)
     finally:
         await local.close()
 
@@ -109,3 +105,31 @@ async def done(local: LocalServer, steps: int) -> list[int]:
             view = await local.server.warmup_when("w", after=steps - 1, wait_s=5)
             if len(view.done) >= steps:
                 return view.done
+
+
+async def test_two_servers_train_an_adapter_each_on_one_base_models_files(tmp_path: Path):
+    servers = [LocalServer(tmp_path / name, "tiny") for name in ("a", "b")]
+    for name, local in zip(("a", "b"), servers, strict=True):
+        local.server = SwarmServer(tmp_path / name)
+        await local.open()
+    try:
+        keys = {"lora.rank": 4, "checkpoint.every_steps": 2}
+        await asyncio.gather(*(boot(local, **keys, seed=n) for n, local in enumerate(servers)))
+        for n, local in enumerate(servers):
+            body = WarmupRequest(warmup_id="w", conversations=conversations()[n : n + 1], steps=2, lr=1e-2)
+            await local.server.warm_up(body)
+        first, second = [await saved_weights(local, step=2) for local in servers]
+        base = {name for name in first if "lora_" not in name}
+        assert base and all(torch.equal(first[name], second[name]) for name in base)
+        assert any(not torch.equal(first[name], second[name]) for name in first.keys() - base)
+    finally:
+        for local in servers:
+            await local.close()
+
+
+async def saved_weights(local: LocalServer, step: int) -> dict[str, torch.Tensor]:
+    """Of the checkpoint of that step, once it is there."""
+    await local.until(lambda: [c.step for c in local.server.checkpoints()][-1:] == [step], PATIENCE_S)
+    (file,) = Path(local.server.checkpoints()[-1].path).glob("model_world_size_1_rank_0.pt")
+    state = torch.load(file, weights_only=False)
+    return {k: v.to_local() if hasattr(v, "to_local") else v for k, v in state.items()}
