@@ -16,7 +16,8 @@ import torch
 from ray_processes import alive, descendants, until
 from trainer_episodes import make_batch, sample
 
-from swarmtune.config import ConfigError, TrainConfig
+from swarmtune.config import ConfigError, LoraConfig, TrainConfig
+from swarmtune.trainer.export import read_weights, whole_weights
 from swarmtune.trainer.ray_session import RaySession, close_session, open_session
 from swarmtune.trainer.trainer import Trainer
 from swarmtune.types import FinishedEpisode, TrainBatch
@@ -90,7 +91,9 @@ def test_a_rank_without_a_row_of_its_own_changes_nothing(trainer: Make):
     assert got["tokens/sampled"] == expected["tokens/sampled"]
 
 
-def test_a_checkpoint_of_two_ranks_resumes_on_two_bit_for_bit_and_is_refused_on_one(trainer: Make, tmp_path: Path):
+def test_a_checkpoint_of_two_ranks_resumes_on_two_bit_for_bit_is_exported_and_refused_on_one(
+    trainer: Make, tmp_path: Path
+):
     keys = {"lora.rank": 4, "optim.schedule": "cosine", "optim.total_steps": 5}
     straight = trainer(ranks=2, **keys)
     straight.update(make_batch(step=1))
@@ -101,6 +104,11 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_bit_for_bit_and_is_refused_on_
     resumed.update(make_batch(step=2))
     ours, theirs = weights(straight), weights(resumed)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    straight.save(tmp_path / "step-2")
+    exported = dict(whole_weights(read_weights(tmp_path / "step-2"), LoraConfig(rank=4)))
+    assert exported.keys() == ours.keys()
+    for name in ours:
+        torch.testing.assert_close(exported[name], ours[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match=r"ranks: checkpoint 2, configuration 1.*ray.processes"):
         trainer(resume=tmp_path / "step-1", **keys)
 
