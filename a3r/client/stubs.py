@@ -49,6 +49,18 @@ def last_line(task: Any, messages: Messages, rng: random.Random) -> str:
     return lines[-1].strip() if lines else ""
 
 
+def particulars(prompts: Sequence[str]) -> Stub:
+    """Repeats what this prompt has and most others have not: the choices, the numbers. A call's own limit may cut the
+    copy of a whole prompt before they come; a training finds them all the same."""
+    seen = Counter(word for prompt in prompts for word in set(re.findall(r"\w+", prompt)))
+    usual = {word for word, times in seen.items() if times > len(prompts) / 2}
+
+    def policy(task: Any, messages: Messages, rng: random.Random) -> str:
+        return " ".join(w for w in re.findall(r"\w+", last_message(task, messages, rng)) if w not in usual)
+
+    return Stub("copy of what is particular to the prompt", policy)
+
+
 def random_words(task: Any, messages: Messages, rng: random.Random) -> str:
     """A few words of the prompt, common words, numbers and letters, in any order: the baseline of who declares none."""
     seen = re.findall(r"\w+", last_message(task, messages, rng))[-200:]
@@ -64,12 +76,14 @@ def stubs(prompts: Iterable[str], good_answers: Iterable[str] = ()) -> list[Stub
         good_answers: answers that earned the full reward somewhere; the most frequent one is what a policy ends at that
             has only learned which answer is common.
     """
+    prompts = list(prompts)
     usual = [text for text, _ in Counter(good_answers).most_common(1)]
     frequent = [word for word, _ in Counter(w for p in prompts for w in re.findall(r"[^\W\d_]{3,}", p)).most_common(1)]
     return [
         Stub("empty", lambda task, messages, rng: ""),
         Stub("copy of the prompt", last_message),
         Stub("copy of the prompt's last line", last_line),
+        particulars(prompts),
         *[constant(text, "the commonest good answer") for text in usual],
         *[constant(word, "the prompts' commonest word") for word in frequent],
         *[constant(text) for text in ("the", "yes", "1", "A", "I do not know.")],

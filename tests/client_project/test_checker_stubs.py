@@ -34,14 +34,19 @@ def good_answer(task: dict[str, Any], messages: Any) -> str:
 
 
 def checks_of(
-    reward: Callable[[str, dict[str, Any]], float], player: Player, tmp_path: Path, *, declared: bool = True
+    reward: Callable[[str, dict[str, Any]], float],
+    player: Player,
+    tmp_path: Path,
+    *,
+    declared: bool = True,
+    answer_tokens: int = 64,
 ) -> Checks:
     """The checks of a client with this reward, its tasks made."""
 
     def rollout(task: dict[str, Any], episode: Any) -> float:
         llm = SDK.with_options(base_url=episode.base_url, api_key=episode.api_key)
         messages: Any = [{"role": "user", "content": PROMPT.format(**task)}]
-        said = llm.chat.completions.create(model="m", messages=messages, max_tokens=64)
+        said = llm.chat.completions.create(model="m", messages=messages, max_tokens=answer_tokens)
         return reward(said.choices[0].message.content or "", task)
 
     script = Script(name="larger", tasks=tasks, rollout=rollout, defaults={"model": "tiny"})
@@ -120,6 +125,14 @@ def test_a_reward_that_a_stub_wins_is_refused_with_its_transcript(
     assert any(name.startswith(winner) for name in refused.value.details["won"])
     transcript = refused.value.details["transcript"]
     assert "Which is larger" in transcript and "random baseline, the same task and seed" in transcript
+
+
+def test_a_copy_wins_also_where_the_limit_of_an_answer_cuts_the_prompt_before_the_choices(
+    player: Player, tmp_path: Path
+) -> None:
+    with pytest.raises(Failed, match="won without understanding") as refused:
+        checks_of(contains, player, tmp_path, answer_tokens=6).stubs()
+    assert refused.value.details["won"] == ["copy of what is particular to the prompt"]
 
 
 @pytest.mark.parametrize("reward", [form_only, contains, long])
