@@ -51,6 +51,39 @@ def test_a_new_projects_own_programs_run(tmp_path: Path) -> None:
     assert schema.stdout.startswith("{"), schema.stderr
 
 
+TWO_TURNS = """
+import openai
+from swarmtune.script import Script
+
+
+def rollout(task, episode):
+    llm = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+    messages = [{"role": "user", "content": "Guess."}]
+    for _ in range(2):
+        reply = llm.chat.completions.create(model=episode.model, messages=messages).choices[0].message
+        messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "Higher."}]
+    return float(reply.content == "2 guesses")
+
+
+SCRIPT = Script(name="other", tasks=lambda parameters, seed: ["one"], rollout=rollout, defaults={"model": "tiny"})
+"""
+COUNTING = """
+def good_answer(task, messages):
+    return f"{sum(m['role'] == 'user' for m in messages)} guesses"
+"""
+
+
+def test_its_player_of_one_episode_outlives_another_task_and_says_each_message_once(tmp_path: Path) -> None:
+    folder = write_project("my-task", tmp_path)
+    for name, text in (("train.py", TWO_TURNS), ("checks.py", COUNTING), ("tasks.py", "")):
+        (folder / name).write_text(text)
+    shown = run_in(folder, "run_one_episode.py")
+    assert shown.returncode == 0, shown.stderr
+    said = ["user: Guess.", "model: 1 guesses", "user: Higher.", "model: 2 guesses"]
+    assert [line for line in shown.stdout.splitlines() if line.startswith(("user:", "model:"))] == said
+    assert "reward: 1.0" in shown.stdout
+
+
 def test_a_new_project_keeps_to_the_usual_style(tmp_path: Path) -> None:
     folder = write_project("my-task", tmp_path)
     (folder / "pyproject.toml").write_text("[tool.ruff]\nline-length = 120\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import urllib.request
 from collections import Counter
@@ -113,15 +114,23 @@ def of_steps(rows: list[dict], config: dict, last: int) -> Iterator[Found]:
 
 def of_events(events: list[dict]) -> Iterator[Found]:
     reasons: Counter[str] = Counter()
+    example: dict[str, str] = {}
+
+    def count(reason: str) -> None:
+        """Reasons that differ in their numbers only are one."""
+        alike = re.sub(r"\d+", "0", reason)
+        reasons[alike] += 1
+        example.setdefault(alike, reason[:240])
+
     for data in (e["data"] for e in events if e["kind"] == "episode"):
         for how in ("aborted", "expired"):
             if how in data:
-                reasons[f"{how}: {str(data[how])[:80]}"] += 1
+                count(f"{how}: {data[how]}")
         if data.get("outcome") == "rejected":
-            reasons[f"rejected: {data.get('code')}"] += 1
-    for reason, count in reasons.most_common(3):
-        if count >= 3:
-            yield "episodes-lost", f"{count} times {reason}", "mend the agent that causes it: references/symptoms.md"
+            count(f"rejected: {data.get('code')}")
+    for reason, times in reasons.most_common(3):
+        if times >= 3:
+            yield "episodes-lost", f"{times} times {example[reason]}", "mend the agent: references/symptoms.md"
     lost = [e["data"]["lost"] for e in events if e["kind"] == "engine" and "lost" in e["data"]]
     if lost:
         yield "engine-lost", f"{len(lost)} times, last: {str(lost[-1])[:120]}", "engine.log in the run's folder"
@@ -131,9 +140,9 @@ def of_events(events: list[dict]) -> Iterator[Found]:
 
 
 def from_folder(folder: Path) -> tuple[list[dict], list[dict], dict]:
-    rows = lines(folder / "metrics.jsonl")
-    events = lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
-    resolved = folder / "resolved_config.json"
+    metrics, happened, resolved = (folder / name for name in ("metrics.jsonl", "events.jsonl", "resolved_config.json"))
+    events = lines(happened) if happened.exists() else []
+    rows = [] if events and not metrics.exists() else lines(metrics)  # a training may die before its first step
     return rows, events, json.loads(resolved.read_text()) if resolved.exists() else {}
 
 
