@@ -1,6 +1,7 @@
-"""The engines side by side: tokens/s on the same prompts, weight sync as a share of a step, memory.
+"""The engines side by side: tokens/s on the same prompts, weight sync as a share of a step, memory; then the update's
+time per 1,000 tokens in one process and in ranks over Ray.
 
-    python benchmarks/engines.py [--model smollm2-135m] [--engines hf vllm] [--requests 1 8 32] [--new-tokens 32]
+    python benchmarks/engines.py [--model smollm2-135m] [--engines hf vllm] [--requests 1 8 32] [--ranks 1 2]
 
 Each engine runs as in training: an engine process with its trainer, through the same backend as the server's. A step is
 the last of the rounds, trained as one batch of groups of eight; its share of weight sync is of generating, draining,
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import tempfile
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import ranks
 
 from swarmtune.config import TrainConfig
 from swarmtune.engines.process import ProcessBackend
@@ -147,8 +150,14 @@ def main() -> None:
     parser.add_argument("--step-episodes", type=int, default=32, help="a multiple of eight")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2], help="of the update; none leaves it out")
+    parser.add_argument("--update-tokens", type=int, default=2000)
     options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {options.model}, {options.dtype}")
     report({kind: asyncio.run(measure(kind, options)) for kind in options.engines}, options)
+    if options.ranks:
+        threads = options.threads or os.cpu_count() or 1
+        ranks.compare(options.model, options.ranks, tokens=options.update_tokens, row=100, rounds=3, threads=threads)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,45 @@ def memory_mb(trainer: Trainer) -> float:
     return sum(psutil.Process(pid).memory_info().rss for pid in pids) / 1e6
 
 
+def compare(model: str, ranks: Sequence[int], *, tokens: int, row: int, rounds: int, threads: int) -> None:
+    """Print the update time of each number of ranks."""
+    torch.set_num_threads(threads)
+    path = models.resolve(model)
+    vocabulary = int(json.loads((path / "config.json").read_text())["vocab_size"])
+    with tempfile.TemporaryDirectory() as scratch:
+        trainers = {count: started(model, path, count, threads, Path(scratch)) for count in ranks}
+        seconds: dict[int, list[float]] = {count: [] for count in trainers}
+        norms: dict[int, float] = {}
+        trained = 0
+        for step in range(1, rounds + 2):
+            batch = batch_of(tokens, row, vocabulary, step)
+            trained = sum(len(s.token_ids) for e in batch.episodes for s in e.samples)
+            for count, trainer in trainers.items():
+                began = time.perf_counter()
+                metrics = trainer.update(batch)
+                if step == 1:  # warms up
+                    norms[count] = metrics["actor/grad_norm"]
+                else:
+                    seconds[count].append((time.perf_counter() - began) / trained * 1000)
+        print(f"{model}, {trained} tokens a step, {threads} threads in all, {rounds} rounds")
+        for count, values in seconds.items():
+            print(
+                f"{count} rank(s): {statistics.median(values):.3f} s per 1,000 tokens "
+                f"({min(values):.3f}-{max(values):.3f}), first gradient norm {norms[count]:.6g}, "
+                f"{memory_mb(trainers[count]):.0f} MB resident"
+            )
+        for trainer in trainers.values():
+            trainer.close()
+
+
+def started(model: str, path: Path, ranks: int, threads: int, work_dir: Path) -> Trainer:
+    spread = {"ray.processes": ranks} if ranks > 1 else {}
+    config = TrainConfig.from_dict({"model": model, "engine.threads": threads} | spread)
+    trainer = Trainer(config, path, work_dir=work_dir)
+    trainer.start()
+    return trainer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -63,40 +103,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    path = models.resolve(options.model)
-    vocabulary = int(json.loads((path / "config.json").read_text())["vocab_size"])
-    with tempfile.TemporaryDirectory() as scratch:
-        trainers: dict[int, Trainer] = {}
-        for ranks in options.ranks:
-            keys = {"model": options.model, "engine.threads": options.threads}
-            spread = {"ray.processes": ranks} if ranks > 1 else {}
-            trainers[ranks] = Trainer(TrainConfig.from_dict(keys | spread), path, work_dir=Path(scratch))
-            began = time.perf_counter()
-            trainers[ranks].start()
-            print(f"{ranks} rank(s): started in {time.perf_counter() - began:.1f} s", flush=True)
-        seconds: dict[int, list[float]] = {ranks: [] for ranks in trainers}
-        norms: dict[int, float] = {}
-        for step in range(1, options.rounds + 2):
-            batch = batch_of(options.tokens, options.row, vocabulary, step)
-            trained = sum(len(s.token_ids) for e in batch.episodes for s in e.samples)
-            for ranks, trainer in trainers.items():
-                began = time.perf_counter()
-                metrics = trainer.update(batch)
-                if step == 1:  # warms up
-                    norms[ranks] = metrics["actor/grad_norm"]
-                else:
-                    seconds[ranks].append((time.perf_counter() - began) / trained * 1000)
-        print(f"{options.model}, {trained} tokens a step, {options.threads} threads in all, {options.rounds} rounds")
-        for ranks, values in seconds.items():
-            print(
-                f"{ranks} rank(s): {statistics.median(values):.3f} s per 1,000 tokens "
-                f"({min(values):.3f}-{max(values):.3f}), first gradient norm {norms[ranks]:.6g}, "
-                f"{memory_mb(trainers[ranks]):.0f} MB resident"
-            )
-        print(f"peak of the driver: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
-        for trainer in trainers.values():
-            trainer.close()
+    compare(
+        options.model,
+        options.ranks,
+        tokens=options.tokens,
+        row=options.row,
+        rounds=options.rounds,
+        threads=options.threads,
+    )
+    print(f"peak of the driver: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB")
 
 
 if __name__ == "__main__":
