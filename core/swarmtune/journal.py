@@ -303,7 +303,7 @@ class Journal:
         """The journal of an earlier run.
 
         Raises:
-            JournalError: missing, corrupt, of another schema version, read-only, or held by another live server.
+            JournalError: missing, corrupt, of a later schema version, read-only, or held by another live server.
         """
         if not path.exists():
             raise JournalError(
@@ -501,7 +501,7 @@ def _unusable(path: Path, error: OSError) -> JournalError:
 
 # -- SQL
 
-SCHEMA = """
+FIRST_SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE episodes (
   id TEXT PRIMARY KEY,
@@ -528,13 +528,21 @@ CREATE INDEX episodes_with_samples ON episodes (batch_step, closed_order) WHERE 
 CREATE INDEX episodes_by_batch ON episodes (batch_step) WHERE batch_step IS NOT NULL;
 CREATE TABLE samples (episode_id TEXT PRIMARY KEY, blob BLOB NOT NULL);
 CREATE TABLE batches (step INTEGER PRIMARY KEY, state TEXT NOT NULL, record TEXT);
-CREATE TABLE warmups (id TEXT PRIMARY KEY, plan TEXT NOT NULL, blob BLOB, failed TEXT);
-CREATE TABLE warmup_steps (step INTEGER PRIMARY KEY, warmup TEXT NOT NULL, position INTEGER NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, at REAL NOT NULL, bytes INTEGER NOT NULL);
 CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL);
 CREATE TABLE clients (name TEXT PRIMARY KEY, share INTEGER) WITHOUT ROWID;
-CREATE TABLE evaluations (id TEXT PRIMARY KEY, version INTEGER NOT NULL, began REAL NOT NULL, record TEXT NOT NULL);
 """
+
+ADDED = {
+    1: """
+CREATE TABLE evaluations (id TEXT PRIMARY KEY, version INTEGER NOT NULL, began REAL NOT NULL, record TEXT NOT NULL);
+""",
+    2: """
+CREATE TABLE warmups (id TEXT PRIMARY KEY, plan TEXT NOT NULL, blob BLOB, failed TEXT);
+CREATE TABLE warmup_steps (step INTEGER PRIMARY KEY, warmup TEXT NOT NULL, position INTEGER NOT NULL);
+""",
+}
+"""Schema version → what the next one has besides. A journal of an earlier version gets it when it is opened."""
 
 CONFIG_KEY = "config"
 
@@ -556,10 +564,9 @@ class _Store:
                     Code.INTERNAL, f"{path}: a file is there already; open it to go on, or take a new run folder"
                 )
             with store._transaction():
-                for statement in SCHEMA.split(";"):
-                    store._db.execute(statement)
+                store._run_script(FIRST_SCHEMA)
+                store._add_what_is_new(1)
                 store._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                store._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 store._set_meta(CONFIG_KEY, dict(config))
         _sync_folder(path.parent)
         return store
@@ -571,8 +578,8 @@ class _Store:
             store._check_identity()
             store._check_pages()
             with store._transaction():
-                # A write that changes nothing: a read-only file is found out here and not at the first episode.
-                store._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                # Always a write: a read-only file is found out here and not at the first episode.
+                store._add_what_is_new(store._pragma("user_version"))
             store._last_order = store._db.execute("SELECT max(closed_order) FROM episodes").fetchone()[0] or 0
         return store
 
@@ -601,12 +608,22 @@ class _Store:
                 f"{self.path}: not a journal, or one whose creation was cut short; take a new run folder",
             )
         version = self._pragma("user_version")
-        if version != SCHEMA_VERSION:
+        if not 1 <= version <= SCHEMA_VERSION:
             raise JournalError(
                 Code.INTERNAL,
-                f"{self.path}: schema version {version}, this program reads {SCHEMA_VERSION}; "
+                f"{self.path}: schema version {version}, this program reads 1 to {SCHEMA_VERSION}; "
                 "open it with the version of swarmtune that wrote it, or start a new run",
             )
+
+    def _add_what_is_new(self, version: int) -> None:
+        """From a schema version to the present one, in the transaction of the caller."""
+        for older in range(version, SCHEMA_VERSION):
+            self._run_script(ADDED[older])
+        self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _run_script(self, script: str) -> None:
+        for statement in script.split(";"):
+            self._db.execute(statement)
 
     def _check_pages(self) -> None:
         verdict = self._pragma("quick_check(1)")
@@ -830,6 +847,8 @@ class _Store:
         return [CheckpointView(step=step, path=path, at=at, bytes=size) for step, path, at, size in rows]
 
     def evaluations(self) -> list[EvaluationRecord]:
+        if self._pragma("user_version") < 2:  # only read, not opened
+            return []
         rows = self._select("SELECT record FROM evaluations ORDER BY version, began, id")
         return [EvaluationRecord.model_validate_json(record) for (record,) in rows]
 
@@ -1006,7 +1025,7 @@ def read_history(path: Path) -> History:
     """What the journal at `path` says, also while a live server writes it. Changes nothing.
 
     Raises:
-        JournalError: missing, damaged, or of another schema version.
+        JournalError: missing, damaged, or of a later schema version.
     """
     if not path.is_file():
         raise JournalError(Code.NOT_FOUND, f"{path}: no journal is there; name a run's folder")

@@ -37,6 +37,7 @@ from swarmtune.journal import (
     MetaSet,
     Recovery,
     pack_finished,
+    read_history,
     unpack_finished,
 )
 from swarmtune.protocol import CheckpointView, Code, EndResult, EpisodeState, Event, StepRecord
@@ -496,7 +497,29 @@ def test_a_held_journal_is_refused_and_free_after_close(journal_path):
     Journal.open(journal_path).close()
 
 
-def test_another_schema_version_is_refused(journal_path):
+@pytest.mark.parametrize(
+    ("version", "lacks"), [(1, ["evaluations", "warmups", "warmup_steps"]), (2, ["warmups", "warmup_steps"])]
+)
+def test_a_journal_of_an_earlier_version_is_read_and_gone_on_with(journal_path, version, lacks):
+    journal = Journal.create(journal_path, config={"model": "tiny"})
+    journal.write_now(MetaSet("origin", {"step": 3}), BatchPlanned(1, ()))
+    journal.close()
+    with sqlite3.connect(journal_path) as db:
+        for table in lacks:
+            db.execute(f"DROP TABLE {table}")
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    before = journal_path.read_bytes()
+    history = read_history(journal_path)
+    assert (history.meta, history.evaluations, journal_path.read_bytes()) == ({"origin": {"step": 3}}, [], before)
+    for _ in range(2):  # the second time it is of the present version
+        reopened = Journal.open(journal_path)
+        recovery = reopened.recover()
+        assert (recovery.config, recovery.warmups, recovery.evaluations) == ({"model": "tiny"}, [], [])
+        reopened.close()
+
+
+def test_a_later_schema_version_is_refused(journal_path):
     Journal.create(journal_path, config={}).close()
     with sqlite3.connect(journal_path) as db:
         db.execute("PRAGMA user_version = 99")
