@@ -31,7 +31,7 @@ from swarmtune.backend import Backend, BackendInfo
 from swarmtune.clients import ClientRegistry
 from swarmtune.config import SamplingConfig, TrainConfig
 from swarmtune.episodes import Episode, EpisodeBook
-from swarmtune.gateway.conversations import Conversations
+from swarmtune.gateway.conversations import Conversations, StoredAnswers
 from swarmtune.journal import (
     BatchPlanned,
     BatchTrained,
@@ -110,6 +110,7 @@ class Session:
     seed: int | None
     turns: list[TurnRecord] = field(default_factory=list)
     conversations: Conversations = field(default_factory=Conversations)
+    answers: StoredAnswers = field(default_factory=StoredAnswers)
     versions: set[int] = field(default_factory=set)
     """Of the weights that sampled its answers."""
 

@@ -38,12 +38,14 @@ from swarmtune.gateway.dialect import (
     Refused,
     StreamEncoder,
     TokenLogprob,
+    item_not_found,
     malformed,
     unsupported,
 )
 from swarmtune.gateway.dialects import DIALECTS
 from swarmtune.gateway.dialects.anthropic import AnthropicDialect
 from swarmtune.gateway.dialects.chat import ChatDialect
+from swarmtune.gateway.dialects.responses import ResponsesDialect, turn_of_response
 from swarmtune.gateway.grammar import unconstrained
 from swarmtune.gateway.sse import Heartbeat, kept_alive, open_stream
 from swarmtune.protocol import Code
@@ -131,6 +133,9 @@ class ModelRoutes:
             for path, dialect in DIALECTS.items():
                 app.router.add_post(f"{base}/{path}", self._told_in(dialect(), self._serve))
             app.router.add_post(f"{base}/messages/count_tokens", self._told_in(AnthropicDialect(), self._count))
+            stored = f"{base}/responses/{{id}}"
+            app.router.add_get(stored, self._told_in(ResponsesDialect(), self._stored), allow_head=False)
+            app.router.add_delete(stored, self._told_in(ResponsesDialect(), self._forget))
             app.router.add_get(f"{base}/models", self.models, allow_head=False)
             app.router.add_get(f"{base}/models/{{name:.+}}", self.model, allow_head=False)
 
@@ -160,7 +165,7 @@ class ModelRoutes:
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         run, episode = self._episode_of(request)
         session = run.session(episode)
-        call = continued(session, dialect.decode(read_body(await request.read()), request.headers))
+        call = written_out(session, dialect.decode(read_body(await request.read()), request.headers))
         run.book.begin_call(episode)
         position = episode.calls - 1
         sampled = 0
@@ -254,6 +259,45 @@ class ModelRoutes:
         turn = session.tracker.prepare(call.messages, call.tools)
         return web.json_response({"input_tokens": len(turn.prompt)})
 
+    # -- answers that were kept
+
+    async def _stored(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """An answer once more. Whoever has read it here has it whole, also where its first delivery was cut off."""
+        session, turn_id, body = self._stored_answer(request)
+        if request.query.get("stream", "false").lower() in ("true", "1"):
+            raise unsupported("stream", "an answer that was kept comes whole; leave stream out")
+        response = web.Response(body=body, content_type="application/json")
+        await response.prepare(request)
+        await response.write_eof()
+        session.tracker.mark_delivered(turn_id)
+        return response
+
+    async def _forget(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """The answer can no longer be read, continued or referred to by its id; it trains like any other."""
+        session, turn_id, _ = self._stored_answer(request)
+        session.answers.forget(turn_id)
+        session.conversations.forget(turn_id)
+        return web.json_response({"id": request.match_info["id"], "object": "response", "deleted": True})
+
+    def _stored_answer(self, request: web.Request) -> tuple[Session, str, bytes]:
+        """Raises:
+        Refused: not kept; EpisodeError: the episode is over.
+        """
+        run, episode = self._episode_of(request)
+        session = run.session(episode)
+        turn_id = turn_of_response(request.match_info["id"])
+        try:
+            return session, turn_id, session.answers.get(turn_id)
+        except KeyError:
+            raise Refused(
+                Code.NOT_FOUND,
+                f"Response with id '{request.match_info['id']}' not found: it is not of this episode, was made with "
+                "store: false, or is not among the last ones, which alone are kept",
+                status=404,
+                param="response_id",
+                retry=False,
+            ) from None
+
     # -- models
 
     async def models(self, request: web.Request) -> web.Response:
@@ -306,6 +350,7 @@ class Exchange:
         await self._generate_all(None)
         answers = self._commit_all()
         body = orjson.dumps(dialect.whole(self.call, self.info, answers))
+        self._keep(body)
         response = web.Response(body=body, content_type="application/json")
         await response.prepare(request)
         await response.write_eof()
@@ -319,6 +364,8 @@ class Exchange:
             try:
                 await self._generate_all(self._speaker(encoder, heartbeat))
                 answers = self._commit_all()
+                if self.call.keep:
+                    self._keep(orjson.dumps(dialect.whole(self.call, self.info, answers)))
                 await self._finish_stream(encoder, heartbeat, answers)
                 self._delivered()
             except (ConnectionError, asyncio.CancelledError):
@@ -480,6 +527,10 @@ class Exchange:
             one_call=not self.call.parallel_tool_calls,
         )
 
+    def _keep(self, body: bytes) -> None:
+        if self.call.keep:
+            self.session.answers.keep(self.info.response_id, body)
+
     def _delivered(self) -> None:
         for choice in self.committed:
             self.session.tracker.mark_delivered(choice.turn.turn_id)
@@ -541,12 +592,31 @@ def cached_tokens(turn: PreparedTurn) -> int:
     return turn.base.length if turn.base is not None else 0
 
 
-def continued(session: Session, call: ModelCall) -> ModelCall:
-    """The call with the conversation that it continues before its own messages, after its instructions.
+def written_out(session: Session, call: ModelCall) -> ModelCall:
+    """The call with all that it names by id alone.
 
     Raises:
         Refused: no such answer in this episode.
     """
+    return continued(session, quoted(session, call))
+
+
+def quoted(session: Session, call: ModelCall) -> ModelCall:
+    """The call with the parts of earlier answers that it quotes in their places."""
+    if not call.quotes:
+        return call
+    messages = list(call.messages)
+    for at, quote in call.quotes.items():
+        try:
+            said = session.conversations.answer(quote.turn_id)
+        except KeyError:
+            raise item_not_found(quote.item_id, quote.param) from None
+        messages[at] = quote.written_out(messages[at], said)
+    return replace(call, messages=tuple(messages))
+
+
+def continued(session: Session, call: ModelCall) -> ModelCall:
+    """The call with the conversation that it continues before its own messages, after its instructions."""
     if call.continues is None:
         return call
     try:

@@ -8,7 +8,7 @@ one file in `dialects/` and one line in `DIALECTS`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from swarmtune.protocol import Code
@@ -76,6 +76,17 @@ def malformed(param: str, why: str) -> Refused:
     return Refused(Code.BAD_REQUEST, f"{param}: {why}", param=param, retry=False)
 
 
+def item_not_found(item_id: str, param: str) -> Refused:
+    return Refused(
+        Code.NOT_FOUND,
+        f"Item with id '{item_id}' not found: it is not of this episode, or was made with store: false; "
+        "send the item itself",
+        status=404,
+        param=param,
+        retry=False,
+    )
+
+
 ToolChoice = Literal["auto", "none", "required"]
 
 
@@ -109,6 +120,38 @@ class JsonFormat:
     """The field that asks for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """Parts of an earlier answer that a request names by id where an assistant message would say them."""
+
+    turn_id: str
+    item_id: str
+    """One of the ids named, for a refusal."""
+    param: str
+    """The field that names it."""
+    reasoning: bool = False
+    content: bool = False
+    calls: frozenset[int] = frozenset()
+    """Positions among the answer's tool calls."""
+
+    def written_out(self, message: Message, said: Message) -> Message:
+        """`message`, which holds what the request says itself, with the quoted parts of the answer `said`.
+
+        Raises:
+            Refused: the answer has no such call.
+        """
+        if self.calls and max(self.calls) >= len(said.tool_calls):
+            raise item_not_found(self.item_id, self.param)
+        own = {call.id: call for call in message.tool_calls}
+        calls = [own.pop(c.id, c) for at, c in enumerate(said.tool_calls) if at in self.calls or c.id in own]
+        return replace(
+            message,
+            content=said.content if self.content else message.content,
+            reasoning=said.reasoning if self.reasoning else message.reasoning,
+            tool_calls=(*calls, *own.values()),
+        )
+
+
 @dataclass(slots=True)
 class ModelCall:
     """One request of a dialect, in the gateway's words."""
@@ -137,8 +180,10 @@ class ModelCall:
     """What the client said in x-stainless-retry-count."""
     continues: str | None = None
     """Turn id of an earlier answer of this episode whose conversation goes before `messages` (previous_response_id)."""
+    quotes: Mapping[int, Quote] = field(default_factory=dict)
+    """Position in `messages` → the parts of an earlier answer of this episode that belong there."""
     keep: bool = False
-    """Whether a later call may continue this one's answer by its id."""
+    """Whether a later call may come back to this one's answer by its id."""
     instructions: int = 0
     """How many leading `messages` are instructions of this call only, not inherited by a call that continues it."""
     echo: dict[str, Any] = field(default_factory=dict)

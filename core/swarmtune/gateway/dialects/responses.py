@@ -10,6 +10,7 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -19,9 +20,11 @@ from swarmtune.gateway.dialect import (
     CallInfo,
     Delta,
     ModelCall,
+    Quote,
     Refused,
     TokenLogprob,
     ToolChoice,
+    item_not_found,
     malformed,
     unsupported,
 )
@@ -48,7 +51,7 @@ _UNDERSTOOD = frozenset(
 )
 _KEPT_ELSEWHERE = ("background", "conversation", "prompt")
 """Fields that stand for state of the provider, without which the call means something else."""
-_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_\d+)?\Z")
+_ITEM_ID = re.compile(r"(msg|rs|fc|ctc|resp)_([0-9a-f]{32})(?:_(\d{1,4}))?\Z")
 _THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)
 """Reasoning that a client sends back as a message of its own."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -65,7 +68,8 @@ class ResponsesDialect:
                 raise unsupported(name, "nothing is kept here between calls but answers: previous_response_id")
         tools, custom, left_out = _tools(body.get("tools"))
         choice, tools = _tool_choice(body.get("tool_choice"), tools)
-        items, unread = _items(body.get("input"))
+        conversation, unread = _items(body.get("input"))
+        items = tuple(conversation.messages)
         instructions = body.get("instructions")
         leading = (Message("system", text_content(instructions, "instructions")),) if instructions else ()
         previous = body.get("previous_response_id")
@@ -79,7 +83,8 @@ class ResponsesDialect:
             model=str(body.get("model") or ""),
             messages=leading + items,
             instructions=len(leading),
-            continues=_continued(previous) if previous else None,
+            continues=turn_of_response(string(previous, "previous_response_id")) if previous else None,
+            quotes={len(leading) + at: quote for at, quote in conversation.quotes.items()},
             keep=boolean(body, "store", True),
             tools=tools,
             tool_choice=choice,
@@ -340,11 +345,10 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _continued(previous: Any) -> str:
+def turn_of_response(identifier: str) -> str:
     """The turn that a response id stands for; an id of another server stands for none."""
-    identifier = string(previous, "previous_response_id")
     found = _ITEM_ID.match(identifier)
-    return found[1] if found else identifier
+    return found[2] if found else identifier
 
 
 def _seal(turn_id: str, reasoning: str) -> str:
@@ -365,10 +369,13 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.quotes: dict[int, Quote] = {}
+        """Position in `messages` → what belongs there besides."""
         self._turn: str | None = None
         self._reasoning: str | None = None
         self._text: str | None = None
         self._calls: list[ToolCall] = []
+        self._quote: Quote | None = None
 
     def _belongs(self, turn: str | None) -> None:
         """Start a new assistant message when an item is known to be of another turn than the one being gathered."""
@@ -384,7 +391,7 @@ class _Conversation:
             self._reasoning = (self._reasoning or "") + text
 
     def text(self, turn: str | None, text: str) -> None:
-        if self._calls or (self._text is not None and not turn):
+        if self._calls or ((self._text is not None or self._quote is not None) and not turn):
             self.flush()
         self._belongs(turn)
         self._text = (self._text or "") + text
@@ -393,44 +400,67 @@ class _Conversation:
         self._belongs(turn)
         self._calls.append(call)
 
+    def refer(self, identifier: str, name: str) -> None:
+        """An item that is named by its id alone.
+
+        Raises:
+            Refused: not an id that was given out here.
+        """
+        found = _ITEM_ID.match(identifier)
+        if found is None or found[1] == "resp":
+            raise item_not_found(identifier, name)
+        kind, turn, at = found.groups()
+        if turn != self._turn:
+            self.flush()
+        self._turn = turn
+        quote = self._quote or Quote(turn, identifier, name)
+        self._quote = replace(
+            quote,
+            reasoning=quote.reasoning or kind == "rs",
+            content=quote.content or kind == "msg",
+            calls=quote.calls | {int(at or 0)} if kind in ("fc", "ctc") else quote.calls,
+        )
+
     def add(self, message: Message) -> None:
         self.flush()
         self.messages.append(message)
 
     def flush(self) -> None:
-        if self._text is not None or self._calls or self._reasoning is not None:
+        if self._quote is not None:
+            self.quotes[len(self.messages)] = self._quote
+        if self._text is not None or self._calls or self._reasoning is not None or self._quote is not None:
             calls = tuple(self._calls)
             self.messages.append(
                 Message("assistant", self._text or "", tool_calls=calls, reasoning=self._reasoning, turn_id=self._turn)
             )
-        self._turn, self._reasoning, self._text, self._calls = None, None, None, []
+        self._turn, self._reasoning, self._text, self._calls, self._quote = None, None, None, [], None
 
 
-def _items(value: Any) -> tuple[tuple[Message, ...], tuple[str, ...]]:
-    """Messages of an input, and the item types that were left out."""
-    if value is None:
-        return (), ()
-    if isinstance(value, str):
-        return (Message("user", value),), ()
-    if not isinstance(value, list):
-        raise malformed("input", f"must be a string or a list of items, not {type(value).__name__}")
+def _items(value: Any) -> tuple[_Conversation, tuple[str, ...]]:
+    """The conversation of an input, and the item types that were left out."""
     conversation = _Conversation()
+    if isinstance(value, str):
+        conversation.add(Message("user", value))
+    elif value is not None and not isinstance(value, list):
+        raise malformed("input", f"must be a string or a list of items, not {type(value).__name__}")
     left_out: list[str] = []
-    for at, item in enumerate(value):
+    for at, item in enumerate(value if isinstance(value, list) else ()):
         if not isinstance(item, dict):
             raise malformed(f"input[{at}]", "must be an object")
         if not _read_item(conversation, item, f"input[{at}]"):
             left_out.append(f"input:{item.get('type')}")
     conversation.flush()
-    return tuple(conversation.messages), tuple(sorted(set(left_out)))
+    return conversation, tuple(sorted(set(left_out)))
 
 
 def _read_item(conversation: _Conversation, item: dict[str, Any], name: str) -> bool:
     """Add one item; False when its type means nothing to this model."""
     kind = item.get("type") or "message"
     found = _ITEM_ID.match(str(item.get("id") or ""))
-    turn = found[1] if found else None
-    if kind == "message":
+    turn = found[2] if found else None
+    if kind == "item_reference" or (kind == "message" and item.keys() == {"id"}):
+        conversation.refer(str(item.get("id") or ""), name)
+    elif kind == "message":
         _read_message(conversation, item, turn, name)
     elif kind in ("function_call", "custom_tool_call"):
         identifier = str(item.get("call_id") or "")
@@ -448,8 +478,6 @@ def _read_item(conversation: _Conversation, item: dict[str, Any], name: str) -> 
         parts = [p | {"type": "text"} for p in content if isinstance(p, dict)] if isinstance(content, list) else []
         shown = text_content(parts, f"{name}.content")
         conversation.reasoning(turn or sealed_turn, shown or sealed)
-    elif kind == "item_reference":
-        raise unsupported(name, "references to stored items are not served; send the items, or previous_response_id")
     else:
         return False
     return True
