@@ -435,7 +435,7 @@ async def test_10_an_episode_that_ends_during_a_stream_ends_it_with_an_error_eve
 @pytest.mark.parametrize("stream", [True, False])
 async def test_11_calls_wait_while_weights_change_and_streams_are_kept_alive(make_wire, monkeypatch, stream):
     monkeypatch.setattr("swarmtune.gateway.sse.KEEP_ALIVE_S", 0.02)
-    wire = await make_wire(**{"engine.script_update_s": 0.5})
+    wire = await make_wire(**{"engine.script_update_s": 0.5, "evaluation.hold_sync_s": 0.0})
     other = await wire.local.claim("other", kind="evaluate")
     await wire.ask("/v1/chat/completions", ASK)
     await wire.end()
