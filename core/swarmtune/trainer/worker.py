@@ -8,10 +8,11 @@ model) shares it. The environment that veRL's workers read is set while one is b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,19 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def passing_environment(values: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Set variables for the length of a block, and take out again what the block itself has set: veRL leaves some."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class WorkersLost(RuntimeError):
@@ -243,7 +257,8 @@ def build_worker(config: TrainConfig, model_path: Path, *, trained: bool = True,
         if trained:
             return current_cluster().policy()
     else:
-        cpu_platform.activate()
+        with passing_environment():
+            cpu_platform.activate()
     return start_workers(config, worker_config(config, model_path, trained=trained), work_dir=work_dir)
 
 
@@ -257,10 +272,10 @@ def start_workers(config: TrainConfig, verl_config: Any, *, work_dir: Path) -> W
         from swarmtune.trainer.ray_workers import load_over_ray
 
         return load_over_ray(config, verl_config, work_dir=work_dir)
-    from verl.workers.engine_workers_tinker import TinkerTrainingWorker
-
     ensure_process_group()
-    with environment(WORLD_OF_ONE):
+    with passing_environment(WORLD_OF_ONE):
+        from verl.workers.engine_workers_tinker import TinkerTrainingWorker
+
         worker = TinkerTrainingWorker(verl_config)
         worker.reset()
     return InProcess(worker)
