@@ -198,15 +198,18 @@ def evaluations(
 
 
 def evaluation_row(record: EvaluationRecord) -> tuple[str, ...]:
-    """One line of the table of evaluations."""
+    """One line of the table of evaluations; of pass@k the powers of two and the last."""
     step, name = str(record.weight_version), record.name
-    if record.mean is None:
-        return (step, name, "–" if record.state == "finished" else "runs", "", "", str(record.episodes), "")
-    low, high = record.mean.low, record.mean.high
-    interval = f"{low:.3f} … {high:.3f}" if low is not None and high is not None else "–"
-    passed = " ".join(f"@{k} {spread.value:.3f}" for k, spread in sorted(record.pass_at.items()))
     left = {"failed": record.failed, "mixed": record.mixed, "skipped": record.skipped}
     left_out = ", ".join(f"{count} {why}" for why, count in left.items() if count)
+    if record.mean is None:
+        said = {"finished": "–", "open": "runs"}.get(record.state, record.state)
+        return (step, name, said, "", "", str(record.episodes), left_out)
+    low, high = record.mean.low, record.mean.high
+    interval = f"{low:.3f} … {high:.3f}" if low is not None and high is not None else "–"
+    most = max(record.pass_at, default=0)
+    shown = [k for k in sorted(record.pass_at) if k.bit_count() == 1 or k == most]
+    passed = " ".join(f"@{k} {record.pass_at[k].value:.3f}" for k in shown)
     return (step, name, f"{record.mean.value:.3f}", interval, passed, str(record.episodes), left_out)
 
 

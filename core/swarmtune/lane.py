@@ -24,6 +24,10 @@ IDLE_S = 10.0
 """An evaluation without an open episode and without a sign of its client for so long holds no step."""
 
 
+ABANDONED_S = 120.0
+"""One without an open episode and without a sign of its client for so long is told as abandoned."""
+
+
 class LaneError(Exception):
     """A request about an evaluation that cannot be carried out: `code`, and a message that says how to fix it."""
 
@@ -114,12 +118,24 @@ class EvaluationLane:
 
     def seen(self, evaluation_id: str | None) -> None:
         """A sign of an evaluation's client."""
-        if evaluation_id in self._seen:
-            self._seen[evaluation_id] = self._clock()
+        record = self._records.get(evaluation_id) if evaluation_id is not None else None
+        if record is not None and record.state != "finished":
+            self.put(record.model_copy(update={"state": "open", "ended_at": None}))
+
+    def abandoned(self, episodes: Iterable[Episode]) -> list[EvaluationRecord]:
+        """The records of those that nobody works on any more. Changes nothing. `episodes`: the open ones of the run."""
+        busy = {e.evaluation_id for e in episodes}
+        now = self._clock()
+        left = {"state": "abandoned", "ended_at": time.time()}
+        return [
+            self._records[evaluation_id].model_copy(update=left)
+            for evaluation_id, seen in self._seen.items()
+            if evaluation_id not in busy and now - seen > ABANDONED_S
+        ]
 
     def reached(self, weight_version: int) -> None:
         """These weights are in use: who waited for them gets the time to begin."""
-        for evaluation_id in self._seen:
+        for evaluation_id in list(self._seen):
             if self._records[evaluation_id].weight_version == weight_version:
                 self.seen(evaluation_id)
 

@@ -318,7 +318,7 @@ class WarmupRequest(_Wire):
     steps: int = Field(ge=1, le=100_000)
     batch_size: int = Field(8, ge=1)
     """Conversations per step; all of them where there are fewer."""
-    lr: float | None = Field(None, gt=0)
+    lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     """None takes the configuration's optim.lr. It is constant."""
     seed: int = 0
     """Of the order of the conversations."""
@@ -402,7 +402,7 @@ class EvaluationRequest(_Wire):
     k: int = Field(ge=1)
     """Episodes per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    hold_sync_s: float | None = Field(default=None, ge=0.0)
+    hold_sync_s: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     """Instead of evaluation.hold_sync_s."""
 
 
@@ -426,7 +426,8 @@ class EvaluationRecord(EvaluationOutcome):
     evaluation_id: str
     name: str
     weight_version: int
-    state: Literal["open", "finished"]
+    state: Literal["open", "finished", "abandoned"]
+    """abandoned: nobody has worked on it for a while. It is open again when somebody does."""
     began_at: float
     """Unix time, seconds."""
     ended_at: float | None = None

@@ -460,6 +460,19 @@ class Run:
         self.lane.put(record)
         return record
 
+    async def note_abandoned(self) -> list[EvaluationRecord]:
+        """Write down which evaluations nobody works on any more.
+
+        Raises:
+            JournalError
+        """
+        abandoned = self.lane.abandoned(self.book.open_episodes())
+        if abandoned:
+            await self.journal.write(*map(EvaluationWritten, abandoned))
+        for record in abandoned:
+            self.lane.put(record)
+        return abandoned
+
     @property
     def hold_s(self) -> float:
         """How long the next step is to wait for the evaluation of the present weights; 0.0 when for none."""

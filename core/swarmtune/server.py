@@ -691,6 +691,10 @@ class SwarmServer:
             try:
                 await self._note_expired(run, run.book.expire_due())
                 await self._give_up_untaken(run)
+                for record in await run.note_abandoned():
+                    self.events.emit(
+                        "evaluation", name=record.name, weight_version=record.weight_version, abandoned=True
+                    )
             except JournalError as error:
                 log.warning("expiry not journalled; a restart closes them too", extra={"reason": str(error)})
             except Exception:
@@ -750,7 +754,8 @@ class SwarmServer:
         Raises:
             ControlRefused, EpisodeError, ClientError, JournalError
         """
-        sampling = self._checked_overrides(request)
+        _check_sampling(request.sampling)
+        sampling = dict(request.sampling) | ({"seed": request.seed} if request.seed is not None else {})
         if request.evaluation_id is not None and request.kind != "evaluate":
             raise ControlRefused(Code.BAD_REQUEST, "evaluation_id: only for episodes of kind evaluate")
         deadline = time.monotonic() + request.wait_s
@@ -815,15 +820,6 @@ class SwarmServer:
                 retry_after_s=RETRY_AFTER_S,
             )
         return None
-
-    def _checked_overrides(self, request: ClaimRequest) -> dict[str, Any]:
-        """The episode's own sampling: overrides that SamplingConfig takes, and the seed."""
-        try:
-            SamplingConfig.model_validate(request.sampling)
-        except ValidationError as error:
-            problems = "; ".join(explain(error, SamplingConfig))
-            raise ControlRefused(Code.BAD_REQUEST, f"sampling: {problems}") from None
-        return dict(request.sampling) | ({"seed": request.seed} if request.seed is not None else {})
 
     async def _grant_or_note(self, request: ClaimRequest, sampling: dict[str, Any], origin: str) -> EpisodeGrant:
         """A grant is made to its end; one whose client hung up meanwhile is given up unless it is claimed again."""
@@ -1185,7 +1181,11 @@ class SwarmServer:
         """Raises:
         ControlRefused, LaneError, JournalError
         """
-        return await self.live_run().begin_evaluation(request)
+        run = self.live_run()
+        _check_sampling(request.sampling)
+        if request.weight_version is not None and (refusal := _why_never(run, request.weight_version)) is not None:
+            raise refusal
+        return await run.begin_evaluation(request)
 
     async def finish_evaluation(self, evaluation_id: str, outcome: EvaluationOutcome) -> EvaluationRecord:
         """Raises:
@@ -1281,13 +1281,29 @@ def _why_not_these_weights(run: Run, evaluation: EvaluationRecord) -> ControlRef
         )
     if wanted == run.weight_version:
         return None
-    if run.is_finished:
-        return ControlRefused(
-            Code.FINISHED, f"the weights of step {wanted} will not come: the training ended at step {run.step}"
-        )
-    return ControlRefused(
+    return _why_never(run, wanted) or ControlRefused(
         Code.NOT_ROLLING, f"the weights of step {wanted} are not there yet", retry_after_s=RETRY_AFTER_S
     )
+
+
+def _why_never(run: Run, version: int) -> ControlRefused | None:
+    """The refusal where the training ends before the weights of that step."""
+    limit = run.config.max_steps
+    if limit is None or version <= limit:
+        return None
+    return ControlRefused(
+        Code.FINISHED, f"the weights of step {version} will not come: the training ends at max_steps {limit}"
+    )
+
+
+def _check_sampling(overrides: Mapping[str, Any]) -> None:
+    """Raises:
+    ControlRefused: bad_request; SamplingConfig does not take them.
+    """
+    try:
+        SamplingConfig.model_validate(overrides)
+    except ValidationError as error:
+        raise ControlRefused(Code.BAD_REQUEST, f"sampling: {'; '.join(explain(error, SamplingConfig))}") from None
 
 
 def _teaches(run: Run) -> bool:

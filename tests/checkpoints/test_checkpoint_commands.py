@@ -114,9 +114,16 @@ async def test_the_table_of_evaluations_has_a_line_for_each(tmp_path: Path, mode
         outcome = EvaluationOutcome(episodes=3, failed=1, mean=mean, pass_at=passed)
         await local.server.finish_evaluation("a", outcome)
         await local.server.begin_evaluation(EvaluationRequest(evaluation_id="b", name="later", tasks=2, k=2))
+        await local.server.begin_evaluation(EvaluationRequest(evaluation_id="c", name="many", tasks=2, k=9))
+        many = EvaluationOutcome(episodes=18, mean=mean, pass_at={k: Spread(value=k / 10) for k in range(1, 10)})
+        await local.server.finish_evaluation("c", many)
+        await local.server.begin_evaluation(EvaluationRequest(evaluation_id="d", name="none", tasks=2, k=1))
+        await local.server.finish_evaluation("d", EvaluationOutcome(episodes=0, failed=2))
         shown = await asyncio.to_thread(swarmtune, "evaluations", "--url", local.url)
         told = await asyncio.to_thread(swarmtune, "evaluations", "--url", local.url, "--name", "test", "--json")
     lines = [" ".join(line.split()) for line in shown.output.splitlines()]
     assert lines[1] == "0 test 0.500 0.250 … 0.750 @1 0.500 @2 0.750 3 1 failed"
     assert lines[2].startswith("0 later runs")
+    assert lines[3] == "0 many 0.500 0.250 … 0.750 @1 0.100 @2 0.200 @4 0.400 @8 0.800 @9 0.900 18"
+    assert lines[4] == "0 none – 0 2 failed"
     assert [(r["name"], r["mean"]["value"]) for r in json.loads(told.output)] == [("test", 0.5)]

@@ -15,7 +15,7 @@ import asyncio
 
 import pytest
 
-from swarmtune import lane
+from swarmtune import lane, server
 from swarmtune.gateway.control import ControlRefused
 from swarmtune.lane import LaneError
 from swarmtune.protocol import ClaimRequest, Code, EvaluationOutcome, EvaluationRequest, Spread
@@ -162,11 +162,46 @@ async def test_an_evaluation_of_later_weights_waits_for_them(data, model):
 async def test_an_evaluation_of_weights_that_will_not_come_is_refused(data, model):
     async with LocalServer(data, model) as local:
         await local.boot(max_steps=1)
-        await begin(local, weight_version=2)
-        await fill_batch(local)
-        await reached(local, 1)
-        with pytest.raises(ControlRefused, match="will not come"):
-            await claim(local)
+        with pytest.raises(ControlRefused, match="step 2 will not come") as refused:
+            await begin(local, weight_version=2)
+        assert (refused.value.body.code, local.server.evaluations()) == (Code.FINISHED, [])
+
+
+async def test_sampling_that_no_episode_could_have_begins_no_evaluation(data, model):
+    async with LocalServer(data, model) as local:
+        await local.boot()
+        with pytest.raises(ControlRefused, match="sampling: temperature"):
+            await begin(local, sampling={"temperature": 9})
+        assert local.server.evaluations() == []
+
+
+async def test_an_evaluation_whose_client_died_is_told_as_abandoned_until_it_comes_back(data, model, monkeypatch):
+    monkeypatch.setattr(lane, "ABANDONED_S", 0.0)
+    monkeypatch.setattr(server, "TICK_S", 0.01)
+
+    def states() -> list[str]:
+        return [e.state for e in local.server.evaluations()]
+
+    async with LocalServer(data, model) as local:
+        await local.boot()
+        await begin(local)
+        grant = await claim(local)
+        await asyncio.sleep(0.1)  # ten looks at it
+        assert states() == ["open"]  # its episode is
+        await local.server.abort(grant.episode_id, "died")
+        await local.until(lambda: states() == ["abandoned"])
+    async with LocalServer(data, model) as local:
+        await local.server.status_when(leaves="booting", wait_s=30)
+        assert states() == ["abandoned"]
+        grant = await claim(local, wait_s=30)
+        assert states() == ["open"]
+        await local.chat(grant.api_key)
+        await local.end(grant.episode_id)
+        await local.until(lambda: states() == ["abandoned"])
+        await local.server.finish_evaluation("e", DONE)
+        assert states() == ["finished"]
+        told = [e.data.get("abandoned") for e in await local.server.events.after(0) if e.kind == "evaluation"]
+        assert told == [True, True, None]
 
 
 async def test_an_evaluation_of_earlier_weights_says_how_to_serve_them(data, model):
