@@ -176,8 +176,10 @@ async def test_sampling_that_no_episode_could_have_begins_no_evaluation(data, mo
 
 
 async def test_an_evaluation_whose_client_died_is_told_as_abandoned_until_it_comes_back(data, model, monkeypatch):
-    monkeypatch.setattr(lane, "ABANDONED_S", 0.0)
     monkeypatch.setattr(server, "TICK_S", 0.01)
+
+    def forget_after(seconds: float) -> None:
+        monkeypatch.setattr(lane, "ABANDONED_S", seconds)
 
     def states() -> list[str]:
         return [e.state for e in local.server.evaluations()]
@@ -186,6 +188,7 @@ async def test_an_evaluation_whose_client_died_is_told_as_abandoned_until_it_com
         await local.boot()
         await begin(local)
         grant = await claim(local)
+        forget_after(0.0)
         await asyncio.sleep(0.1)  # ten looks at it
         assert states() == ["open"]  # its episode is
         await local.server.abort(grant.episode_id, "died")
@@ -193,10 +196,12 @@ async def test_an_evaluation_whose_client_died_is_told_as_abandoned_until_it_com
     async with LocalServer(data, model) as local:
         await local.server.status_when(leaves="booting", wait_s=30)
         assert states() == ["abandoned"]
+        forget_after(1000.0)
         grant = await claim(local, wait_s=30)
         assert states() == ["open"]
         await local.chat(grant.api_key)
         await local.end(grant.episode_id)
+        forget_after(0.0)
         await local.until(lambda: states() == ["abandoned"])
         await local.server.finish_evaluation("e", DONE)
         assert states() == ["finished"]
