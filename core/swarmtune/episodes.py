@@ -159,7 +159,7 @@ class OpenTask:
 
 def key_digest(key: str) -> str:
     """What stands for a key on disk: its SHA-256, in hex."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def validate_reward(value: Any) -> float:

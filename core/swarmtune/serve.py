@@ -22,6 +22,7 @@ from pathlib import Path
 
 import uvloop
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from swarmtune.checkpoints import CheckpointError
 from swarmtune.gateway.app import create_app
@@ -84,6 +85,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
     server = SwarmServer(
         settings.data_dir, fresh=settings.fresh, from_step=settings.from_step, from_run=settings.from_run
     )
+    logging.getLogger("aiohttp.server").addFilter(malformed_in_one_line)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, server.request_shutdown)
@@ -103,6 +105,15 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
         await server.close()
         await runner.cleanup()
         (settings.data_dir / "server.json").unlink(missing_ok=True)
+
+
+def malformed_in_one_line(record: logging.LogRecord) -> bool:
+    """What is no HTTP is its sender's fault: a line in the log, not a traceback. A filter that lets all records pass."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
+        record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+        record.__dict__["error"] = " ".join(str(error).split())
+    return True
 
 
 def collect_seldom() -> None:

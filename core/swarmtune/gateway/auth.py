@@ -75,7 +75,7 @@ class Keyring:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def is_loopback(host: str) -> bool:

@@ -11,9 +11,10 @@ back.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from swarmtune.config import SamplingConfig
 from swarmtune.episodes import Episode, EpisodeError, UnknownEpisode
 from swarmtune.gateway.answers import AnswerTexts, Splitter, cut_at, whole_message
 from swarmtune.gateway.auth import Keyring, bearer_key
-from swarmtune.gateway.control import STATUS, ControlRefused
+from swarmtune.gateway.control import STATUS, ControlRefused, unreadable
 from swarmtune.gateway.dialect import (
     Answer,
     CallInfo,
@@ -63,6 +64,12 @@ Serve = Callable[[Dialect, web.Request], Awaitable[web.StreamResponse]]
 
 MAX_DEPTH = 128
 """Nesting of a body: parts of it are written as JSON again, and writers have limits."""
+
+LARGE_BYTES_PER_TOKEN = 8
+"""A body of more bytes than this for each token of context is looked at before it is rendered."""
+
+PIECE_CHARS = 1 << 16
+"""How much text is encoded at once to see whether a large prompt can fit."""
 
 BASES = ("/v1", "/v1/v1", "")
 """Where clients look for a route: some put /v1 before every path, some expect it in the address they were given."""
@@ -165,7 +172,7 @@ class ModelRoutes:
     async def _serve(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         run, episode = self._episode_of(request)
         session = run.session(episode)
-        call = written_out(session, dialect.decode(read_body(await request.read()), request.headers))
+        call = written_out(session, await self._decode(run, dialect, request))
         run.book.begin_call(episode)
         position = episode.calls - 1
         sampled = 0
@@ -190,6 +197,14 @@ class ModelRoutes:
                 sampled = exchange.close()
         finally:
             run.book.finish_call(episode, sampled)
+
+    async def _decode(self, run: Run, dialect: Dialect, request: web.Request) -> ModelCall:
+        raw = await request.read()
+        call = dialect.decode(read_body(raw), request.headers)
+        assert run.info is not None and run.renderer is not None
+        if len(raw) > LARGE_BYTES_PER_TOKEN * run.info.context_length:
+            refuse_hopeless(call, run.renderer, run.info.context_length)
+        return call
 
     def _episode_of(self, request: web.Request) -> tuple[Run, Episode]:
         key = bearer_key(request.headers)
@@ -223,6 +238,12 @@ class ModelRoutes:
         texts = self._answer_texts(run)
         grammar = texts.grammar(call) if run.info.constrains else None
         refuse_unenforced(call, grammar)
+        if call.prefill is not None:
+            raise unsupported(
+                call.prefill,
+                "This model does not support assistant message prefill. The conversation must end with a user message "
+                "or a tool's result",
+            )
         retry = call.retry_count > 0
         if call.prompts:
             ids = [p if isinstance(p, list) else run.renderer.encode(p) for p in call.prompts]
@@ -255,7 +276,7 @@ class ModelRoutes:
         """Tokens of the prompt that a call would have; nothing is recorded."""
         run, episode = self._episode_of(request)
         session = run.session(episode)
-        call = dialect.decode(read_body(await request.read()), request.headers)
+        call = await self._decode(run, dialect, request)
         turn = session.tracker.prepare(call.messages, call.tools)
         return web.json_response({"input_tokens": len(turn.prompt)})
 
@@ -371,6 +392,7 @@ class Exchange:
             except (ConnectionError, asyncio.CancelledError):
                 raise
             except Exception as error:  # noqa: BLE001 - a stream never breaks off in silence
+                response.force_close()
                 await heartbeat.write(encoder.error(as_refusal(error)))
         await response.write_eof()
         return response
@@ -559,12 +581,71 @@ def read_body(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise Refused(Code.BAD_REQUEST, f"the body is not JSON: {error}", retry=False) from None
+        try:
+            body = orjson.loads(with_whole_characters(raw))
+        except (ValueError, RecursionError):
+            raise Refused(Code.BAD_REQUEST, f"the body is not JSON: {error}", retry=False) from None
     if not isinstance(body, dict):
         raise Refused(Code.BAD_REQUEST, f"the body must be a JSON object, not {type(body).__name__}", retry=False)
     if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
         raise Refused(Code.BAD_REQUEST, f"the body is nested deeper than {MAX_DEPTH} levels", retry=False)
     return body
+
+
+def with_whole_characters(raw: bytes) -> str:
+    """JSON with U+FFFD for half a character, which clients send that cut a text by its UTF-16 length.
+
+    Raises:
+        ValueError, RecursionError: not JSON all the same.
+    """
+    text = json.dumps(json.loads(raw), ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def refuse_hopeless(call: ModelCall, renderer: Renderer, context_length: int) -> None:
+    """Refuse what cannot fit without encoding all of it: 20 MB take a minute, in which nobody else is answered.
+
+    Raises:
+        PromptTooLong: its number of tokens is an estimate.
+    """
+    for prompt in call.prompts:
+        if isinstance(prompt, str):
+            _refuse_long_texts([prompt], renderer, context_length, "prompt")
+    texts = [text for message in call.messages for text in _texts_of(message)]
+    texts += [orjson.dumps(tool).decode() for tool in call.tools]
+    _refuse_long_texts(texts, renderer, context_length, "messages")
+
+
+def _texts_of(message: Message) -> Iterator[str]:
+    yield message.role  # a message without content has tokens too
+    yield message.content
+    yield from (call.arguments for call in message.tool_calls)
+
+
+def _refuse_long_texts(texts: Sequence[str], renderer: Renderer, context_length: int, param: str) -> None:
+    """Encode piece by piece until it is certain that the texts do not fit; cut words add some tokens a piece."""
+    tokens = characters = 0
+    for text in _pieces(texts):
+        tokens += max(1, len(renderer.encode(text)) - 16)
+        characters += len(text)
+        if tokens > context_length:
+            estimate = tokens * sum(map(len, texts)) // characters
+            raise PromptTooLong(max(estimate, tokens), context_length, param=param)
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts in order, short ones joined and long ones cut, about PIECE_CHARS each."""
+    gathered: list[str] = []
+    length = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARS):
+            gathered.append(text[start : start + PIECE_CHARS])
+            length += len(gathered[-1])
+            if length >= PIECE_CHARS:
+                yield "".join(gathered)
+                gathered, length = [], 0
+    if gathered:
+        yield "".join(gathered)
 
 
 def deeper_than(value: Any, limit: int) -> bool:
@@ -692,6 +773,8 @@ def as_refusal(error: Exception) -> Refused:
             return Refused(Code.CONTEXT_LENGTH, str(error), param="messages", retry=False)
         case RequestRefused():
             return Refused(Code.BAD_REQUEST, str(error), retry=False)
+        case web.RequestPayloadError():
+            return Refused(Code.BAD_REQUEST, unreadable(error), retry=False)
         case web.HTTPRequestEntityTooLarge():
             return Refused(Code.BAD_REQUEST, f"the body is too large: {error.text}", status=413, retry=False)
         case GenerateFailed():

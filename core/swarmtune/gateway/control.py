@@ -160,6 +160,11 @@ def read_json(raw: bytes) -> Any:
     return data
 
 
+def unreadable(error: web.RequestPayloadError) -> str:
+    """What a client is told whose body is not what its headers say."""
+    return f"the body cannot be read: {' '.join(str(error).split())}; send it as its Content-Encoding says, or plain"
+
+
 async def read_model(request: web.Request, model: type[Model], *, empty: bool = False) -> Model:
     """The body as a wire model. NaN and Infinity are read, so that the field they stand in can be named.
 
@@ -270,6 +275,8 @@ class ControlRoutes:
                 return await handler(request)
             except web.HTTPRequestEntityTooLarge as error:
                 return error_response(ErrorBody(code=Code.BAD_REQUEST, message=f"{error.text} Send less"), status=413)
+            except web.RequestPayloadError as error:
+                return error_response(ErrorBody(code=Code.BAD_REQUEST, message=unreadable(error)))
             except web.HTTPException:
                 raise
             except Exception as error:

@@ -186,6 +186,8 @@ class ModelCall:
     """Whether a later call may come back to this one's answer by its id."""
     instructions: int = 0
     """How many leading `messages` are instructions of this call only, not inherited by a call that continues it."""
+    prefill: str | None = None
+    """The field that asks to go on with the last message, an assistant's, rather than to answer it."""
     echo: dict[str, Any] = field(default_factory=dict)
     """Request fields that the dialect repeats in its answer."""
 

@@ -88,6 +88,7 @@ class AnthropicDialect:
             include_usage=True,
             ignored=tuple(sorted(body.keys() - _UNDERSTOOD)) + tuple(f"tools:{kind}" for kind in left_out),
             retry_count=retry_count(headers),
+            prefill=f"messages[{len(raw) - 1}]" if messages[-1].role == "assistant" else None,
         )
 
     def whole(self, call: ModelCall, info: CallInfo, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ _ROLES: dict[str, Role] = {
 _NEUTRAL = NEUTRAL | {"modalities": (["text"],)}
 _UNDERSTOOD = frozenset(
     "model messages tools tool_choice parallel_tool_calls temperature top_p top_k max_tokens max_completion_tokens "
-    "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format".split()
+    "stop stop_token_ids seed ignore_eos n logprobs top_logprobs stream stream_options response_format "
+    "continue_final_message add_generation_prompt".split()
 ) | frozenset(_NEUTRAL)
 _CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d+\Z")
 
@@ -97,6 +98,7 @@ class ChatDialect:
             include_usage=boolean(options, "include_usage"),
             ignored=tuple(sorted(body.keys() - _UNDERSTOOD)) + left_out,
             retry_count=retry_count(headers),
+            prefill=_prefill(body, raw),
         )
 
     def whole(self, call: ModelCall, info: CallInfo, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -189,6 +191,15 @@ class ChatStream:
         if self._call.include_usage:
             payload["usage"] = None
         return opening + event(payload)
+
+
+def _prefill(body: Mapping[str, Any], messages: list[Any]) -> str | None:
+    """The field that asks to go on with the last message, in the words of the servers that can."""
+    if body.get("continue_final_message"):
+        return "continue_final_message"
+    if body.get("add_generation_prompt") is False:
+        return "add_generation_prompt"
+    return f"messages[{len(messages) - 1}].prefix" if object_or_empty(messages[-1]).get("prefix") is True else None
 
 
 def _message(item: Any, name: str) -> Message:
