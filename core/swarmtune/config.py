@@ -388,7 +388,7 @@ class TrainConfig(_Part):
     """B of the paper: tasks per step."""
     repeats: int = Field(default=8, ge=1)
     """N of the paper: episodes per task."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     match: MatchPolicy = "text"
     history: Literal["as_templated", "as_sampled"] = "as_templated"
     """When a chat template strips earlier thinking: follow it (a new branch) or keep what was sampled (one branch)."""
@@ -416,9 +416,9 @@ class TrainConfig(_Part):
         """Tokens sampled while a step trains are from the weights before it: corrected, unless that is given."""
         if not isinstance(data, Mapping):
             return data
-        batching, algorithm = data.get("batching") or {}, data.get("algorithm", {})
-        overlap = batching.overlap if isinstance(batching, BatchingConfig) else dict(batching).get("overlap")
-        if overlap is not True:
+        batching, algorithm = data.get("batching"), data.get("algorithm", {})
+        given = batching.get("overlap") if isinstance(batching, Mapping) else getattr(batching, "overlap", None)
+        if given is not True:
             return data
         correction = RolloutCorrectionConfig(rollout_is="token")
         if isinstance(algorithm, AlgorithmConfig) and "rollout_correction" not in algorithm.model_fields_set:
@@ -433,6 +433,11 @@ class TrainConfig(_Part):
             raise ValueError(
                 f"repeats: {self.repeats} with algorithm.advantage {self.algorithm.advantage!r} gives every episode "
                 "advantage 0; set repeats to 2 or more, or take 'reinforce_plus_plus'"
+            )
+        if self.batching.policy == "nonzero_variance_task_count" and self.repeats < 2:
+            raise ValueError(
+                f"repeats: {self.repeats} with batching.policy 'nonzero_variance_task_count' never gives a task two "
+                "different rewards, so that no step would start; set repeats to 2 or more, or take 'task_count'"
             )
         if self.batching.overlap and self.batching.max_staleness < 1:
             raise ValueError(
@@ -458,6 +463,13 @@ class TrainConfig(_Part):
             )
         if self.algorithm.mini_batches > self.batch_tasks * self.repeats:
             raise ValueError("algorithm.mini_batches: more mini-batches than episodes in a batch; lower it")
+        if self.critic is not None and self.critic.mini_batches > self.batch_tasks * self.repeats:
+            raise ValueError("critic.mini_batches: more mini-batches than episodes in a batch; lower it")
+        if self.critic is not None and self.max_steps is not None and self.critic.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"critic.warmup_steps: {self.critic.warmup_steps} of max_steps {self.max_steps} train the critic only, "
+                "so that the model never learns; lower the one or raise the other"
+            )
         return self
 
     @classmethod
@@ -482,6 +494,8 @@ def nest(data: Mapping[str, Any]) -> dict[str, Any]:
     """`{"optim.lr": 1}` → `{"optim": {"lr": 1}}`; nested mappings are merged in."""
     out: dict[str, Any] = {}
     for key, value in data.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r}: a key is text, such as 'optim.lr'")
         *parents, leaf = key.split(".")
         where = out
         for parent in parents:

@@ -50,6 +50,43 @@ def test_gae_and_its_critic_come_together(keys: dict[str, Any]):
         config(**keys)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("batching", 3), ("batching", [1]), ("batching", None), ("algorithm", "grpo"), ("optim", 1e-5)]
+)
+def test_a_section_that_is_none_is_named(key: str, value: Any):
+    with pytest.raises(ConfigError, match=f"{key}: .*valid dictionary"):
+        config(**{key: value})
+
+
+def test_a_key_that_is_no_text_is_named():
+    with pytest.raises(ConfigError, match="3: a key is text"):
+        TrainConfig.from_dict({"model": "tiny", "optim": {3: 1}})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_is_one_that_every_generator_takes(seed: int):
+    with pytest.raises(ConfigError, match="seed: "):
+        config(seed=seed)
+
+
+def test_c3_with_one_episode_a_task_would_never_start_a_step_and_is_refused():
+    keys = {"batching.policy": "nonzero_variance_task_count", "algorithm.advantage": "reinforce_plus_plus"}
+    with pytest.raises(ConfigError, match=r"repeats: 1 .* no step would start"):
+        config(repeats=1, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"critic.mini_batches": 65}, r"critic\.mini_batches: more mini-batches than episodes"),
+        ({"critic.warmup_steps": 5, "max_steps": 5}, r"critic\.warmup_steps: 5 of max_steps 5 .* never learns"),
+    ],
+)
+def test_a_critic_that_leaves_nothing_to_train_is_refused(keys: dict[str, Any], told: str):
+    with pytest.raises(ConfigError, match=told):
+        config(**{"algorithm.advantage": "gae"} | keys)
+
+
 def test_rejection_without_a_threshold_is_refused():
     with pytest.raises(ConfigError, match="rollout_rs and rollout_rs_threshold"):
         config(**{"algorithm.rollout_correction.rollout_rs": "seq_sum_k1"})
