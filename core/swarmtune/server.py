@@ -941,6 +941,13 @@ class SwarmServer:
             weight_version=episode.weight_version,
         )
         match run.pool.judge(finished, weight_version=run.weight_version):
+            case Rejected(code=Code.NO_CALLS) if merged.report.left_out:
+                left_out = ", ".join(f"{reason}: {calls}" for reason, calls in sorted(merged.report.left_out.items()))
+                message = (
+                    f"episode {episode.episode_id} has no sampled token to train on: all its calls are left out "
+                    f"({left_out}; docs/merging.md). An answer trains once its client has read it whole"
+                )
+                return None, EndResult(outcome="rejected", code=Code.NO_CALLS, message=message, **told)
             case Rejected(code=code, message=message):
                 return None, EndResult(outcome="rejected", code=code, message=message, **told)
         return finished, EndResult(outcome="admitted", **told)

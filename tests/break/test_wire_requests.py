@@ -172,3 +172,15 @@ async def test_what_is_no_http_costs_a_line_in_the_log_and_no_traceback(local: L
     finally:
         server_log.removeFilter(serve.malformed_in_one_line)
     assert all(r.levelname == "WARNING" and r.exc_info is None and r.error for r in caplog.records)
+
+
+async def test_an_episode_without_a_whole_answer_is_told_what_became_of_its_calls(local: LocalServer):
+    grant = await local.claim()
+    headers = {"Authorization": f"Bearer {grant.api_key}"}
+    asked = asyncio.create_task(local.http.post(CHAT, json=ASK, headers=headers))
+    await local.until(lambda: local.backend.in_flight == 1)
+    asked.cancel()
+    await local.until(lambda: local.backend.in_flight == 0)
+    result = await local.end(grant.episode_id)
+    assert (result.outcome, result.code) == ("rejected", "no_calls")
+    assert result.message is not None and "not_delivered: 1" in result.message
