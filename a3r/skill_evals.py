@@ -25,10 +25,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +46,8 @@ from a3r.strictyaml import FormatError, Problem, load_strict
 NONE = "none"
 CHOICE_LIMIT_S = 120.0
 CHECK_LIMIT_S = 300.0
+MOST_OUTPUT = 20_000_000
+"""Bytes that a program may print before it is ended."""
 MIN_REQUESTS, MIN_TASKS = 5, 2
 
 Text = Annotated[str, Field(min_length=1)]
@@ -134,11 +138,9 @@ class Runner:
 
     def __init__(self, command: str, skills: Sequence[Skill], out: Path, *, told: Callable[[Case], None]) -> None:
         """Raises:
-        ValueError: the command cannot be split into words.
+        ValueError: the command cannot be split into words, or its program is not there.
         """
-        self._argv = shlex.split(command)
-        if not self._argv:
-            raise ValueError("--command is empty: give the assistant's command line")
+        self._argv = command_line(command)
         self._skills = skills
         self._out = out.resolve()
         self._told = told
@@ -196,6 +198,24 @@ class Runner:
         return said, status
 
 
+def command_line(command: str) -> list[str]:
+    """The words of an assistant's command line, its program as a full path: it is started in other folders.
+
+    Raises:
+        ValueError: it has no words, an open quotation, or a program that is not there.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--command {command}: {str(error).lower()}; quote it for a shell") from None
+    if not words:
+        raise ValueError("--command is empty: give the assistant's command line")
+    program = shutil.which(words[0])
+    if program is None:
+        raise ValueError(f"--command: no program {words[0]!r}; install it, or give its full path")
+    return [os.path.abspath(program), *words[1:]]
+
+
 def choice_prompt(skills: Sequence[Skill], request: str) -> str:
     listed = "\n".join(f"- {s.name}: {' '.join(s.description.split())}" for s in skills)
     return (
@@ -229,7 +249,9 @@ def prepare_folder(folder: Path, task: Task) -> None:
 def decide(task: Task, skill: Skill, folder: Path) -> tuple[bool, str]:
     """(did the task succeed, what its check said)."""
     said, status = run_bounded(["bash", "-c", task.check], folder, None, CHECK_LIMIT_S, evals=skill.folder / "evals")
-    return status == 0, said if status is not None else f"{said}\nthe check did not end within {CHECK_LIMIT_S:g} s"
+    if status is None:
+        said += f"\nthe check was stopped after {CHECK_LIMIT_S:g} s, or printed too much"
+    return status == 0, said
 
 
 def run_bounded(
@@ -240,7 +262,8 @@ def run_bounded(
     keep: Path | None = None,
     evals: Path | None = None,
 ) -> tuple[str, int | None]:
-    """Run a program in `folder`: (what it printed, exit status); None for one that had to be killed, with its children.
+    """Run a program in `folder`: (what it printed, exit status); None for one that had to be killed, with its children:
+    at its limit, or for printing more than `MOST_OUTPUT`.
 
     Args:
         text: its standard input.
@@ -263,19 +286,32 @@ def run_bounded(
             except OSError as error:
                 return f"{argv[0]}: {error.strerror or error}", 127
             try:
-                status: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                status = None
+                status = _wait(process, limit_s, [kept / "stdout.txt", kept / "stderr.txt"])
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said, complained = ((kept / f).read_text(errors="replace") for f in ("stdout.txt", "stderr.txt"))
+        said, complained = (_end_of(kept / name) for name in ("stdout.txt", "stderr.txt"))
     return (said if keep is not None else said + complained), status
 
 
+def _wait(process: subprocess.Popen[bytes], limit_s: float, printed: Sequence[Path]) -> int | None:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until and all(file.stat().st_size <= MOST_OUTPUT for file in printed):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(0.2, limit_s))
+    return None
+
+
+def _end_of(file: Path) -> str:
+    """What was printed, or its end; the file is cut to what may be kept."""
+    if file.stat().st_size > MOST_OUTPUT:
+        os.truncate(file, MOST_OUTPUT)
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
 def _ended(status: int | None) -> str:
-    return "stopped at its time limit" if status is None else f"ended with status {status}"
+    return "stopped at its limit of time or output" if status is None else f"ended with status {status}"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,13 +66,31 @@ def plan(skills: Sequence[Skill], project: Path, assistants: Sequence[str], *, l
     """
     if not project.is_dir():
         raise InstallError(f"{project} is no folder; give the project's with --project")
-    steps = []
+    steps: list[Step] = []
     for assistant in assistants:
         root = project / FOLDERS[assistant]
         _check_root(root, project)
+        if any(root.resolve() == step.target.parent.resolve() for step in steps):
+            continue  # a link made two assistants' folders one, whose skills are planned already
         for skill in skills:
             steps.append(Step(skill, root / skill.name, _action(skill, root / skill.name, link=link, force=force)))
     return steps
+
+
+def mend(skills: Sequence[Skill], project: Path, assistants: Sequence[str]) -> None:
+    """Clear up after an installation that was killed: what it had prepared goes, what it had moved aside returns.
+
+    Raises:
+        InstallError: a folder cannot be written.
+    """
+    try:
+        for root in {project / FOLDERS[assistant] for assistant in assistants}:
+            for path in sorted(root.glob(".*-*")) if root.is_dir() else []:
+                left = _LEFT.fullmatch(path.name)
+                if left and left["name"] in {skill.name for skill in skills} and not _lives(int(left["pid"])):
+                    _return_or_remove(path, root / left["name"], moved_aside=left["kind"] == "old")
+    except OSError as error:
+        raise InstallError(f"{error.filename or project}: {error.strerror or error}; nothing was installed") from error
 
 
 def carry_out(steps: Sequence[Step], *, link: bool, version: str) -> None:
@@ -173,6 +192,26 @@ def _copy(skill: Skill, part: Path, version: str) -> None:
         shutil.copy2(skill.folder / file, part / file)
     marker = {"installed_by": "a3r skills install", "version": version, "files": source_digests(skill)}
     (part / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+_LEFT = re.compile(r"\.(?P<name>[a-z0-9-]+)\.(?P<kind>part|old)-(?P<pid>[0-9]{1,9})")
+
+
+def _return_or_remove(path: Path, target: Path, *, moved_aside: bool) -> None:
+    if moved_aside and not target.exists() and not target.is_symlink():
+        path.rename(target)
+    else:
+        _remove(path)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _make_folders(folder: Path) -> list[Path]:

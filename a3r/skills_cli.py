@@ -71,13 +71,14 @@ def install(
     force: Annotated[bool, typer.Option("--force", help="Replace folders that hold changes of yours.")] = False,
 ) -> None:
     """Put the skills where coding assistants look. Folders that hold something of yours are left alone."""
-    from a3r.skill_install import CLAUDE_SETTING, FOLDERS, Action, InstallError, carry_out, plan
+    from a3r.skill_install import CLAUDE_SETTING, FOLDERS, Action, InstallError, carry_out, mend, plan
 
     if for_ != "all" and for_ not in FOLDERS:
         _fail(f"--for {for_}: no such assistant; known: {', '.join(FOLDERS)}, all", BAD_INPUT)
     skills = _shipped() if not names else [_named(name, _shipped()) for name in names]
     assistants = list(FOLDERS) if for_ == "all" else [for_]
     try:
+        mend(skills, project, assistants)
         steps = plan(skills, project, assistants, link=link, force=force)
         refused = [step for step in steps if step.action is Action.REFUSE]
         if refused:
@@ -95,7 +96,7 @@ def install(
             for action in Action
             if any(s.action is action and _is_in(s.target, project / FOLDERS[assistant]) for s in steps)
         ]
-        print(f"{assistant:<9} {project / FOLDERS[assistant]}: {', '.join(counts)}")
+        print(f"{assistant:<9} {project / FOLDERS[assistant]}: {', '.join(counts) or 'the same folder by a link'}")
     if "claude" in assistants:
         print(f"Claude Code shows all descriptions with {json.dumps(CLAUDE_SETTING)} in .claude/settings.json")
 
@@ -114,7 +115,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Put a skill's requests and tasks to an assistant, and write a table. Status 0: all passed; 1: some did not."""
-    from a3r.skill_evals import Case, Runner, table, write_table
+    from a3r.skill_evals import Case, Runner, command_line, table, write_table
     from a3r.strictyaml import FormatError
 
     kinds: dict[str, list[Kind]] = {"triggers": ["trigger", "near miss"], "tasks": ["task"]}
@@ -123,6 +124,10 @@ def evaluate(
         _fail(f"--only {only}: known: {', '.join(kinds)}", BAD_INPUT)
     skills = _shipped()
     wanted = skills if name == "all" else [_named(name, skills)]
+    try:
+        command_line(command)
+    except ValueError as error:
+        _fail(str(error), BAD_INPUT)
     folder = _empty_folder(out)
 
     def tell(case: Case) -> None:

@@ -13,7 +13,18 @@ from skill_stage import LIMIT_S, run_block
 from typer.testing import CliRunner
 
 from a3r.skill_checks import Block
-from a3r.skill_evals import Case, Runner, Task, choice_prompt, chosen, decide, load_evals, prepare_folder, table
+from a3r.skill_evals import (
+    MOST_OUTPUT,
+    Case,
+    Runner,
+    Task,
+    choice_prompt,
+    chosen,
+    decide,
+    load_evals,
+    prepare_folder,
+    table,
+)
 from a3r.skills import Skill, read_skill, shipped
 from a3r.skills_cli import app
 from a3r.strictyaml import FormatError
@@ -103,7 +114,7 @@ def test_an_assistant_is_asked_watched_and_judged(way: str, two: list[Skill], tm
     told: list[Case] = []
     cases = Runner(command, two, tmp_path / "out", told=told.append).run(two[0], kinds=["trigger", "near miss", "task"])
     assert told == cases and [case.passed for case in cases] == [True] * 4 + [False] + [True] * 5 + [True, False]
-    assert cases[4].answer == "" and cases[-1].remark.startswith("stopped at its time limit")
+    assert cases[4].answer == "" and cases[-1].remark.startswith("stopped at its limit of time or output")
     task = tmp_path / "out" / "paint" / "task-wall"
     assert (task / "stdout.txt").read_text() == "Painted.\n" and "Paint the wall red." in (
         task / "prompt.txt"
@@ -130,13 +141,38 @@ def test_the_command_writes_a_table_for_people_and_one_for_programs(tmp_path: Pa
 
 
 def test_an_assistant_that_cannot_be_started_fails_every_case(two: list[Skill], tmp_path: Path) -> None:
-    cases = Runner("no-such-assistant", two, tmp_path / "out", told=lambda _: None).run(
+    (tmp_path / "assistant").write_text("no program\0")
+    (tmp_path / "assistant").chmod(0o755)
+    cases = Runner(str(tmp_path / "assistant"), two, tmp_path / "out", told=lambda _: None).run(
         two[0], kinds=["trigger", "task"]
     )
     assert not any(case.passed for case in cases)
     assert all("ended with status 127" in case.remark for case in cases)
-    with pytest.raises(ValueError, match="--command is empty"):
-        Runner(" ", two, tmp_path, told=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [(" ", "is empty"), ('"', "no closing quotation"), ("no-such-assistant", "no program 'no-")]
+)
+def test_a_command_that_is_none_is_refused_and_leaves_no_folder(command: str, words: str, tmp_path: Path) -> None:
+    asked = ["eval", "install-swarm", "--command", command, "--out", str(tmp_path / "out")]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2 and words in refused.output and not (tmp_path / "out").exists()
+
+
+def test_a_program_beside_the_caller_is_found_from_the_tasks_folder(
+    two: list[Skill], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "assistant").write_text("#!/bin/sh\necho paint\n")
+    (tmp_path / "assistant").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    cases = Runner("./assistant", two, tmp_path / "out", told=lambda _: None).run(two[0], kinds=["trigger"])
+    assert all(case.passed for case in cases)
+
+
+def test_an_assistant_that_floods_is_ended_and_its_output_cut(two: list[Skill], tmp_path: Path) -> None:
+    cases = Runner("yes paint", two, tmp_path / "out", told=lambda _: None).run(two[0], kinds=["trigger"])
+    assert all("limit of time or output" in case.remark for case in cases)
+    assert (tmp_path / "out" / "paint" / "trigger-1" / "stdout.txt").stat().st_size == MOST_OUTPUT
 
 
 def test_what_an_assistant_leaves_running_is_ended_with_its_task(two: list[Skill], tmp_path: Path) -> None:

@@ -173,6 +173,28 @@ def test_a_failure_at_any_copy_or_rename_leaves_everything_as_it_was(
     assert put(newer, project, "claude") == [Action.UPDATE, Action.ADD]
 
 
+def test_folders_that_a_link_makes_one_are_filled_once(project: Path) -> None:
+    (project / ".claude").mkdir()
+    (project / ".codex").symlink_to(".claude")
+    status, said = command("install", "--project", project)
+    assert status == 0 and f"codex     {project}/.codex/skills: the same folder by a link" in said
+    assert (project / ".codex" / "skills" / "write-goal" / "SKILL.md").is_file()
+
+
+def test_what_a_killed_installation_left_is_cleared_up(project: Path) -> None:
+    root = project / FOLDERS["claude"]
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    living, theirs = f".write-goal.part-{os.getpid()}", f".mine.old-{dead.pid}"
+    for name in (f".write-goal.part-{dead.pid}", f".write-report.old-{dead.pid}", living, theirs):
+        (root / name).mkdir(parents=True)
+        (root / name / "SKILL.md").write_text("mine")
+    status, said = command("install", "--for", "claude", "--project", project)
+    assert status == 2 and "write-report: not touched" in said, "what was moved aside is back, and still the user's"
+    assert (root / "write-report" / "SKILL.md").read_text() == "mine"
+    assert {p.name for p in root.iterdir()} == {"write-report", living, theirs}
+
+
 @pytest.mark.parametrize("blocker", [".claude", ".claude/skills"])
 def test_a_file_where_a_folder_belongs_is_named(blocker: str, skills: list[Skill], project: Path) -> None:
     (project / blocker).parent.mkdir(exist_ok=True)
