@@ -372,7 +372,10 @@ def _dtype(name: str | None) -> Dtype | None:
 def connect(url: str, key: str | None, patience_s: float = PATIENCE_S) -> SwarmClient:
     from swarmtune.client import SwarmClient
 
-    return SwarmClient(url, api_key=key, patience_s=patience_s)
+    try:
+        return SwarmClient(url, api_key=key, patience_s=patience_s)
+    except ValueError as error:
+        fail(f"--url {error}", 2)
 
 
 def wait_until_gone(url: str, key: str | None) -> None:

@@ -218,14 +218,17 @@ class AsyncSwarmClient:
             name: registers the client under this name: needed for shares and for the policies that wait for agreement.
             share: tasks of each batch that are this client's.
             patience_s: how long the server may be away before ServerUnreachable is raised.
+
+        Raises:
+            ValueError: a share without a name, or no address that could ever answer.
         """
         if share is not None and name is None:
             raise ValueError("share: only a client with a name can have one; pass name=")
-        self.url = url.rstrip("/")
+        self._transport = Transport(url, api_key=api_key, patience_s=patience_s)
+        self.url = self._transport.url
         self.name = name
         self.share = share
         self._api_key = api_key
-        self._transport = Transport(self.url, api_key=api_key, patience_s=patience_s)
         self._heart: asyncio.Task[None] | None = None
         self._started = _Started()
 

@@ -54,6 +54,7 @@ from swarmtune.errors import (
 )
 from swarmtune.local import LocalServer
 from swarmtune.protocol import StepRecord
+from swarmtune.transport import checked_url
 
 if TYPE_CHECKING:
     from swarmtune.evaluation import Evaluation
@@ -167,6 +168,8 @@ def main(script: Script, argv: Sequence[str] | None = None) -> int:
         config = script.resolve(asked_for(options))
         if not script.tasks(config.parameters, config.seed):
             raise ConfigError("the script has no tasks with these parameters")
+        if options.server:
+            options.server = server_address(options.server)
         return _train(script, config, options)
     except (ConfigError, BadConfig, ConfigConflict, AccessDenied) as error:
         return complain(error, BAD_INPUT)
@@ -223,6 +226,16 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{path}: must hold a mapping of keys to values")
     return data
+
+
+def server_address(text: str) -> str:
+    """Raises:
+    ConfigError: nobody could ever answer there.
+    """
+    try:
+        return checked_url(text)
+    except ValueError as error:
+        raise ConfigError(f"--server {error}") from None
 
 
 def _read_value(text: str) -> Any:

@@ -77,6 +77,8 @@ def run(settings: ServeSettings, announce: Callable[[str], None]) -> None:
 
 
 def unusable(data_dir: Path, error: OSError) -> ServeError:
+    if error.errno in {errno.EEXIST, errno.ENOTDIR}:
+        return ServeError(f"--data-dir {data_dir}: it, or what is above it, is a file; give a folder")
     fix = "free some space" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "make it writable for this user"
     return ServeError(f"--data-dir {data_dir}: {error.strerror or error}; {fix}, or give another folder")
 

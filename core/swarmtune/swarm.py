@@ -210,8 +210,17 @@ class AsyncSwarm:
         return dict.fromkeys(self.clients, config)
 
     async def _each(self, ask: Callable[[str, AsyncSwarmClient], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """Ask every server at once; raises the first error once all have answered."""
-        answers = await _all(ask(role, client) for role, client in self.clients.items())
+        """Ask every server at once; raises the first error once all have answered, its role in `details["role"]`."""
+
+        async def one(role: str, client: AsyncSwarmClient) -> T:
+            try:
+                return await ask(role, client)
+            except SwarmError as error:
+                error.details["role"] = role
+                error.add_note(f"from the server of {role!r}, {client.url}")
+                raise
+
+        answers = await _all(one(role, client) for role, client in self.clients.items())
         return dict(zip(self.clients, answers, strict=True))
 
     # -- episodes

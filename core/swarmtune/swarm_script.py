@@ -104,7 +104,7 @@ def _urls(given: Sequence[str], roles: Mapping[str, Any]) -> dict[str, str]:
     urls = {role: url for role, _, url in (text.partition("=") for text in given)}
     if wrong := [role for role, url in urls.items() if role not in roles or not url]:
         raise ConfigError(f"--server {wrong[0]}: write ROLE=URL; the roles are {', '.join(roles)}")
-    return urls
+    return {role: one.server_address(url) for role, url in urls.items()}
 
 
 def _train(script: SwarmScript, configs: Mapping[str, one.ScriptConfig], urls: Mapping[str, str], out: Path) -> None:

@@ -32,8 +32,12 @@ _NO_ANSWER = frozenset({502, 504})
 
 class Transport:
     def __init__(self, url: str, *, api_key: str | None, patience_s: float) -> None:
-        """`patience_s`: how long a server may be away before ServerUnreachable is raised."""
-        self.url = url.rstrip("/")
+        """`patience_s`: how long a server may be away before ServerUnreachable is raised.
+
+        Raises:
+            ValueError: `url` is no address that could ever answer.
+        """
+        self.url = checked_url(url)
         self.patience_s = patience_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http: httpx.AsyncClient | None = None
@@ -136,6 +140,21 @@ class Transport:
                 f"no swarm server answers at {self.url} ({type(error).__name__}: {error}), tried for {away_s:.0f} s; "
                 "is `swarmtune serve` running there?"
             ) from error
+
+
+def checked_url(url: str) -> str:
+    """A server's address without a slash at its end.
+
+    Raises:
+        ValueError: it has no scheme or no host.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r}: {error}; give a server's address, such as http://127.0.0.1:10086") from None
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise ValueError(f"{url!r}: give a server's address with its scheme, such as http://127.0.0.1:10086")
+    return url.rstrip("/")
 
 
 def _pauses() -> Iterator[float]:

@@ -25,6 +25,12 @@ from swarmtune.transport import Transport
 from tests.client.client_parts import LosingProxy, ask, scripted, until
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:10086", "localhost:10086", "ftp://x", "", "http://", "http://a:b"])
+def test_an_address_that_could_never_answer_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match=r"such as http://127\.0\.0\.1:10086"):
+        SwarmClient(url)
+
+
 def test_an_episode_that_ends_is_admitted(swarm: SwarmClient) -> None:
     swarm.start(scripted())
     with swarm.episode("add-1-2") as episode:

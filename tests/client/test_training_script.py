@@ -81,6 +81,7 @@ def test_a_run_leaves_its_files_and_no_process(config: Path, tmp_path: Path) -> 
         (["--set", "steps"], "key=value"),
         (["--set", "model=no-such-model"], "smollm2-135m"),
         (["--config", "missing.yaml"], "missing.yaml"),
+        (["--server", "127.0.0.1:10086"], "such as http://127.0.0.1:10086"),
     ],
 )
 def test_wrong_input_ends_with_2_and_says_what_is_wrong(

@@ -276,6 +276,17 @@ def test_an_open_bind_without_a_control_key_is_refused_and_with_one_it_wants_it(
     assert run("status", "--url", url, SWARMTUNE_KEY=key).returncode == 0
 
 
+def test_a_file_where_the_data_folder_should_be_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("serve", "--port", "0", "--data-dir", str(tmp_path / "file"))
+    assert done.returncode == 2 and "is a file; give a folder" in done.stderr
+
+
+def test_an_address_without_a_scheme_is_refused_at_once():
+    done = run("status", "--url", "127.0.0.1:10086")
+    assert done.returncode == 2 and "--url '127.0.0.1:10086': give a server's address" in done.stderr
+
+
 def test_no_server_is_a_sentence_not_a_traceback():
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

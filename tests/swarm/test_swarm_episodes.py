@@ -9,7 +9,7 @@ import pytest
 
 from swarmtune import Swarm, SwarmClient
 from swarmtune.client import EpisodeNotEnded
-from swarmtune.errors import BadReward, NotRolling, NotStarted
+from swarmtune.errors import BadConfig, BadReward, NotRolling, NotStarted
 from swarmtune.local import LocalServer
 from swarmtune.protocol import EpisodeState
 from tests.client.client_parts import ask, scripted, until
@@ -32,6 +32,13 @@ def test_each_role_has_its_own_endpoint_and_its_own_reward(swarm: Swarm) -> None
 def test_each_server_has_its_own_configuration(swarm: Swarm) -> None:
     swarm.start({"white": scripted(repeats=2), "black": scripted(repeats=4)})
     assert {role: config.repeats for role, config in swarm.config().items()} == {"white": 2, "black": 4}
+
+
+def test_a_configuration_that_one_server_refuses_names_its_role(swarm: Swarm) -> None:
+    with pytest.raises(BadConfig, match="no such model") as refused:
+        swarm.start({"white": scripted(), "black": scripted(model="/nowhere")})
+    assert refused.value.details["role"] == "black"
+    assert refused.value.__notes__ == [f"from the server of 'black', {swarm['black'].url}"]
 
 
 def test_a_sequence_of_clients_gets_numbers_as_roles() -> None:
