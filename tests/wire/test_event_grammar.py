@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from swarmtune.backend import RequestRefused
+
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 ASK = {"messages": [{"role": "user", "content": "what is 3 + 4?"}], "model": "m"}
@@ -267,3 +269,20 @@ async def test_a_stream_that_fails_ends_with_the_dialects_error_event(make_wire,
     else:
         assert data["error"]["code"] == "engine_lost"
     assert wire.report["calls"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_what_is_refused_before_anything_was_told_is_a_status_not_an_event(wire, monkeypatch, path):
+    """The SDKs raise for a status what they raise without a stream; an error event they cannot tell apart."""
+
+    def refuse(request: Any) -> Any:
+        raise RequestRefused("the schema cannot be enforced: unknown type 'strnig'")
+
+    monkeypatch.setattr(wire.local.backend, "generate", refuse)
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}], "input": "q"}
+    body |= {"prompt": "q"} if path == "/v1/completions" else {}
+    status, answer, headers = await wire.post(path, body | {"stream": True})
+    assert (status, answer["error"]["code"], headers["x-should-retry"]) == (400, "bad_request", "false")
+    assert "strnig" in answer["error"]["message"]
+    monkeypatch.undo()
+    assert (await wire.events(path, body))[-1][0] != "error"

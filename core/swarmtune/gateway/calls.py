@@ -48,7 +48,7 @@ from swarmtune.gateway.dialects.anthropic import AnthropicDialect
 from swarmtune.gateway.dialects.chat import ChatDialect
 from swarmtune.gateway.dialects.responses import ResponsesDialect, turn_of_response
 from swarmtune.gateway.grammar import unconstrained
-from swarmtune.gateway.sse import Heartbeat, kept_alive, open_stream
+from swarmtune.gateway.sse import Heartbeat, event_stream, kept_alive
 from swarmtune.protocol import Code
 from swarmtune.rendering.renderer import Renderer, TemplateRefused
 from swarmtune.run import Run, Session
@@ -379,9 +379,9 @@ class Exchange:
         return response
 
     async def stream(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        response = await open_stream(request)
+        response = event_stream()
         encoder = dialect.stream(self.call, self.info)
-        async with kept_alive(response) as heartbeat:
+        async with kept_alive(request, response) as heartbeat:
             try:
                 await self._generate_all(self._speaker(encoder, heartbeat))
                 answers = self._commit_all()
@@ -391,7 +391,9 @@ class Exchange:
                 self._delivered()
             except (ConnectionError, asyncio.CancelledError):
                 raise
-            except Exception as error:  # noqa: BLE001 - a stream never breaks off in silence
+            except Exception as error:
+                if not response.prepared:
+                    raise
                 response.force_close()
                 await heartbeat.write(encoder.error(as_refusal(error)))
         await response.write_eof()

@@ -1,4 +1,8 @@
-"""Server-sent events over aiohttp: the response, and the comments that keep a silent one alive."""
+"""Server-sent events over aiohttp: the response, and the comments that keep a silent one alive.
+
+A response that is kept alive begins with the first thing written to it, an event or a comment: until then the request
+can still be refused with a status of its own, which clients understand better than an error event.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,22 @@ _HEADERS = {
 }
 
 
-async def open_stream(request: web.Request, headers: dict[str, str] | None = None) -> web.StreamResponse:
+def event_stream() -> web.StreamResponse:
+    """An event stream that has not begun."""
+    return web.StreamResponse(headers=_HEADERS)
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
     """Send the headers of an event stream."""
-    response = web.StreamResponse(headers=_HEADERS | (headers or {}))
+    response = event_stream()
     await response.prepare(request)
     return response
 
 
 @contextlib.asynccontextmanager
-async def kept_alive(response: web.StreamResponse) -> AsyncIterator[Heartbeat]:
+async def kept_alive(request: web.Request, response: web.StreamResponse) -> AsyncIterator[Heartbeat]:
     """While the block runs, a comment goes out after each KEEP_ALIVE_S of silence."""
-    heartbeat = Heartbeat(response, KEEP_ALIVE_S)
+    heartbeat = Heartbeat(request, response, KEEP_ALIVE_S)
     try:
         yield heartbeat
     finally:
@@ -38,7 +47,8 @@ async def kept_alive(response: web.StreamResponse) -> AsyncIterator[Heartbeat]:
 class Heartbeat:
     """Writes for the caller and remembers when, so that its one timer speaks into silence only."""
 
-    def __init__(self, response: web.StreamResponse, every_s: float) -> None:
+    def __init__(self, request: web.Request, response: web.StreamResponse, every_s: float) -> None:
+        self._request = request
         self._response = response
         self._every_s = every_s
         self._loop = asyncio.get_running_loop()
@@ -51,6 +61,7 @@ class Heartbeat:
         ConnectionResetError: the client is gone.
         """
         self._last = self._loop.time()
+        await self._response.prepare(self._request)
         await self._response.write(data)
 
     def stop(self) -> None:
@@ -70,4 +81,5 @@ class Heartbeat:
         if self._timer is None:
             return
         with contextlib.suppress(ConnectionError):  # the caller's own next write learns of it
+            await self._response.prepare(self._request)
             await self._response.write(KEEP_ALIVE)
