@@ -149,7 +149,7 @@ def pool(url: Url = DEFAULT_URL, key: Key = None, as_json: AsJson = False) -> No
     typer.echo(f"step {found.step} · {found.policy} · {found.explanation}")
     for condition in found.conditions:
         mark = "met  " if condition.met else "unmet"
-        typer.echo(f"  {mark} {condition.name}: {condition.have:g} of {condition.need:g} {condition.detail}")
+        typer.echo(f"  {mark} {condition.name}: {condition.have:g} of {condition.need:g} {condition.detail}".rstrip())
 
 
 @app.command()

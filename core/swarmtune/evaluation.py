@@ -264,4 +264,4 @@ def wilson_interval(share: float, n: int) -> Estimate:
     scale = 1 + _Z**2 / n
     centre = (share + _Z**2 / (2 * n)) / scale
     half = _Z / scale * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
+    return Estimate(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
