@@ -139,6 +139,11 @@ def _ended_in(check: str, child: Child, options: Options) -> str:
     what = CHECKS[check]
     if child.flooded:
         return f"printed more than {MOST_OUTPUT // 1_000_000} MB ({child.quoted}): print less, or log at level debug"
+    if any(record["kind"] == "blocked" for record in child.records):
+        return (
+            f"an async rollout, or a function of checks.py, blocked the event loop for {options.limit_s:g} s: await "
+            "what takes time, make the rollout a plain function, bound the loop"
+        )
     if child.late and check == "imports":
         return f"importing train.py was not over after {options.limit_s:g} s: move the work into functions"
     if child.late:
@@ -220,8 +225,10 @@ def run_child(mode: str, folder: Path, options: Options) -> Child:
         )
         assert process.stdout is not None
         output = _Output(process.stdout)
-        late = _wait(process, output, records, options)
-        _end_group(process)
+        try:
+            late = _wait(process, output, records, options)
+        finally:  # also when Ctrl-C ends the check: the child has a session of its own and does not hear it
+            _end_group(process)
         output.join()
         return Child(_rows(records), process.returncode, late, output.flooded, output.tail)
 

@@ -6,6 +6,8 @@ Exit status of `check`: 0 every check passed, 1 one failed, 2 there is no projec
 from __future__ import annotations
 
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -45,16 +47,24 @@ def check(
     """Play a client project on scripted answers and refuse a reward that is won without understanding."""
     from a3r.client.check import NotAProject, Options, check_project
 
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the project's processes end with us
     try:
         report = check_project(folder, Options(limit, episodes, network))
     except NotAProject as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(_BAD_INPUT) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:
         for result in report.results:
-            typer.echo(f"{result.verdict.value:<8} {result.check:<10} {result.sentence}")
+            typer.echo(_printable(f"{result.verdict.value:<8} {result.check:<10} {result.sentence}"))
             if transcript := result.details.get("transcript"):
-                typer.echo("\n".join(f"    {line}" for line in transcript.splitlines()))
+                typer.echo("\n".join(f"    {_printable(line)}" for line in transcript.splitlines()))
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _printable(line: str) -> str:
+    """What a project or a model said may hold sequences that command a terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", line)

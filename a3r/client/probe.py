@@ -14,17 +14,20 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import io
 import json
 import math
 import os
 import random
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
+
+from pydantic import ValidationError
 
 from a3r.client import project as projects
 from a3r.client.project import CountingRandom, Project, ProjectError, where_of
@@ -68,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             status = train_one_step(options.folder)
         else:
             with Rehearsal() as stage:
+                threading.Thread(target=watch, args=(stage, options.limit, records), daemon=True).start()
                 player = Player(stage, options.limit)
                 if options.mode == "play":
                     random.Random = CountingRandom  # before the project imports it
@@ -80,6 +84,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
+
+
+def watch(stage: Rehearsal, limit_s: float, records: Records) -> None:
+    """End this process when its event loop stands still: no time limit of an episode can be heard then."""
+    while stage.responds_within(limit_s):
+        time.sleep(0.5)
+    records.write("blocked", {})
+    os._exit(1)
 
 
 class Records:
@@ -132,7 +144,8 @@ class Checks:
     def imports(self) -> str:
         """train.py can be imported, has one Script, and its defaults are a configuration."""
         try:
-            with contextlib.redirect_stdout(Heard(sys.stdout)) as heard:
+            heard = Heard(sys.stdout)
+            with contextlib.redirect_stdout(cast(TextIO, heard)):
                 self._project = self._load()
         except ProjectError as error:
             raise Failed(str(error) + network_note()) from None
@@ -155,9 +168,7 @@ class Checks:
 
     def tasks(self) -> str:
         """Tasks are named, enough, the same for the same seed, and others for another one where they are drawn."""
-        before, state = CountingRandom.made, random.getstate()
-        by_seed = [tasks_of(self._loaded, seed) for seed in SEEDS]
-        drawn = CountingRandom.made > before or random.getstate() != state
+        by_seed, draws = zip(*(self._tasks_and_draws(seed) for seed in SEEDS), strict=True)
         self._tasks = mixed(by_seed[0])
         ids = [_task_id(task) for task in by_seed[0]]
         need = self._loaded.config.client_share or self._loaded.config.batch_tasks
@@ -173,12 +184,20 @@ class Checks:
             )
         if len({digest(tasks) for tasks in by_seed}) > 1:
             return f"{len(ids)} tasks, the same for the same seed, others for another one"
-        if drawn:
+        if draws[0] and len(set(draws)) == 1:
             raise Failed(
                 f"tasks are drawn at random, but seeds {SEEDS} give the same ones: give the seed that "
                 "tasks(parameters, seed) gets to random.Random"
             )
         return f"{len(ids)} tasks, the same for every seed: right where they are all there are"
+
+    def _tasks_and_draws(self, seed: int) -> tuple[list[Any], str]:
+        """The tasks of a seed, and what random numbers were drawn from meanwhile; empty where none were."""
+        CountingRandom.seeds.clear()
+        state = random.getstate()
+        tasks = tasks_of(self._loaded, seed)
+        moved = digest(random.getstate()) if random.getstate() != state else ""
+        return tasks, "/".join([*CountingRandom.seeds, moved])
 
     def episode(self) -> str:
         """One episode is played to its end and asks the model."""
@@ -237,6 +256,7 @@ class Checks:
         for stub in found:
             self._stub_policies[stub.name] = stub.policy
         won = [(stub, result) for stub in found if (result := self._compare(stub, len(found))).wins]
+        won = [(stub, result) for stub, result in won if not self._is_the_answer(stub)]
         if won:
             stub, result = max(won, key=lambda pair: pair[1].edge)
             worst = sorted(won, key=lambda pair: -pair[1].edge)[:SHOWN_STUBS]
@@ -254,11 +274,10 @@ class Checks:
         """Good answers earn more than random ones."""
         if self._loaded.good_answer is None:
             spread = self._to_win()
-            if spread <= 0.0:
-                reward = self._play(_BASELINE, 1)[0].reward
+            if not any(len(set(rewards)) > 1 for rewards in self._rewards_by_episode()):
                 raise Failed(
-                    f"every answer tried earned {reward:g}, so nothing shows that a better one earns more: declare "
-                    "good_answer(task, messages) in checks.py"
+                    "each episode earned the same whatever was answered, so nothing shows that a better answer earns "
+                    "more: declare good_answer(task, messages) in checks.py"
                 )
             return f"rewards between answers differ by up to {spread:.3g}; good_answer in checks.py would say by what"
         result = compare(
@@ -287,6 +306,12 @@ class Checks:
         assert result is not None
         return result
 
+    def _is_the_answer(self, stub: Stub) -> bool:
+        """Whether copying is the task: it says what the good answers say, word for word, in every episode."""
+        said = [[turn.answer for turn in played.turns] for played in self._play(stub.name, FIRST_LOOK)]
+        good = [[turn.answer for turn in played.turns] for played in self._good(FIRST_LOOK)]
+        return stub.copies and said == good
+
     def _to_win(self) -> float:
         """From the baseline to the good answers; without those, from the lowest to the highest reward seen."""
         if self._loaded.good_answer is not None:
@@ -295,6 +320,11 @@ class Checks:
                 return gain
         seen = [reward for plays in self._plays.values() for reward in _rewards(plays)]
         return max(seen) - min(seen)
+
+    def _rewards_by_episode(self) -> Iterator[list[float]]:
+        """Of every episode (a task, a seed) what the policies that played it earned."""
+        for index in range(max(map(len, self._plays.values()))):
+            yield [float(plays[index].reward) for plays in self._plays.values() if index < len(plays)]
 
     def _good(self, episodes: int) -> list[Played]:
         return self._play(_GOOD, episodes) if self._loaded.good_answer else []
@@ -383,24 +413,30 @@ class Player:
 
 
 def shielded(rollout: Callable[..., Any]) -> Callable[..., Any]:
-    """A rollout whose sys.exit is its own failure and not the end of this process."""
+    """A rollout whose sys.exit or KeyboardInterrupt is its own failure and not the end of this process."""
     if inspect.iscoroutinefunction(rollout):
 
         async def shielded_async(task: Any, episode: Any) -> Any:
             try:
                 return await rollout(task, episode)
-            except SystemExit as error:
-                raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise _own_failure(error) from error
 
         return shielded_async
 
     def shielded_plain(task: Any, episode: Any) -> Any:
         try:
             return rollout(task, episode)
-        except SystemExit as error:
-            raise RuntimeError(f"the rollout called sys.exit({error.code!r})") from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _own_failure(error) from error
 
     return shielded_plain
+
+
+def _own_failure(error: SystemExit | KeyboardInterrupt) -> RuntimeError:
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"the rollout called sys.exit({error.code!r})")
+    return RuntimeError("the rollout raised KeyboardInterrupt itself: raise an Exception")
 
 
 def what_is_wrong(played: Played, player: Player) -> str | None:
@@ -413,10 +449,14 @@ def what_is_wrong(played: Played, player: Player) -> str | None:
             f"an episode was not over after {player.limit_s:g} s: bound the agent's loops and give its requests a "
             "timeout (or give --limit more)"
         )
-    if (problem := reward_problem(played.reward)) and (error is None or isinstance(error, BadReward)):
+    returned = error is None or isinstance(error, BadReward) or played.reward is not None
+    if returned and (problem := reward_problem(played.reward)):
         return problem
     if error is None:
         return None
+    if isinstance(error, ValidationError):
+        wrong = "; ".join(f"{'.'.join(map(str, found['loc']))}: {found['msg']}" for found in error.errors()[:3])
+        return f"the episode cannot end with what the rollout returned ({wrong}): metrics are names with numbers"
     here = where_of(error, Path.cwd())
     return f"the rollout raised {type(error).__name__}: {_first_line(error)} ({here}){network_note()}"
 
@@ -428,7 +468,11 @@ def reward_problem(reward: Any) -> str | None:
         return "the rollout returned no reward: return a number, or (reward, metrics)"
     if not isinstance(reward, (int, float)):
         return f"the reward is {reward!r:.80}, a {type(reward).__name__}: return a finite number, or (reward, metrics)"
-    if not math.isfinite(reward):
+    try:
+        number = float(reward)
+    except OverflowError:
+        return "the reward is a whole number too large for a float: bound it, best to [0, 1]"
+    if not math.isfinite(number):
         return f"the reward is {reward}: return a finite number; guard the division or the logarithm it comes from"
     return None
 
@@ -461,6 +505,8 @@ def tasks_of(project: Project, seed: int) -> list[Any]:
     """
     try:
         found = project.script.tasks(project.config.parameters, seed)
+        if not isinstance(found, Sequence):
+            raise TypeError(f"a {type(found).__name__} is no list: return a list of tasks")
         tasks = list(found)
     except Exception as error:
         where = where_of(error, project.folder)
@@ -493,7 +539,12 @@ def fingerprint_of(tasks: Sequence[Any], plays: Sequence[Played]) -> dict[str, A
 
 
 def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_described).encode()).hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """An object whose repr is only its address is what it holds."""
+    return vars(value) if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__") else repr(value)
 
 
 def train_one_step(folder: Path) -> int:
@@ -553,8 +604,8 @@ def network_note() -> str:
     )
 
 
-class Heard(io.TextIOBase):
-    """Passes text on, and keeps its beginning."""
+class Heard:
+    """A stream that keeps the beginning of what is written; all else of it is the stream's."""
 
     def __init__(self, through: TextIO) -> None:
         self._through = through
@@ -563,6 +614,9 @@ class Heard(io.TextIOBase):
     def write(self, text: str) -> int:
         self.head += text[: 200 - len(self.head)] if len(self.head) < 200 else ""
         return self._through.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._through, name)
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------

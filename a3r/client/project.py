@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from swarmtune.config import ConfigError
 from swarmtune.script import Script, ScriptConfig
+from swarmtune.swarm_script import SwarmScript
 
 TRAIN, CHECKS = "train.py", "checks.py"
 GPU_LIBRARIES = ("torch", "ray", "vllm", "verl", "sglang", "deepspeed", "tensorflow", "jax")
@@ -45,6 +46,11 @@ def load(folder: Path) -> Project:
     sys.path.insert(0, str(folder))
     train = _import(folder / TRAIN)
     scripts = {id(value): name for name, value in vars(train).items() if isinstance(value, Script)}
+    if not scripts and any(isinstance(value, SwarmScript) for value in vars(train).values()):
+        raise ProjectError(
+            f"{TRAIN} has a SwarmScript, which trains several models, and the check plays clients of one: try each "
+            "role's reward on empty, constant and copied answers in a test of your own"
+        )
     if len(scripts) != 1:
         found = f"{len(scripts)} of them ({', '.join(scripts.values())})" if scripts else "none"
         raise ProjectError(
@@ -66,13 +72,13 @@ def gpu_libraries() -> list[str]:
 
 
 class CountingRandom(random.Random):
-    """A generator that knows whether any was made or seeded."""
+    """A generator that notes what any was seeded with."""
 
-    made = 0
+    seeds: ClassVar[list[str]] = []
 
-    def __init__(self, *arguments: Any) -> None:
-        CountingRandom.made += 1
-        super().__init__(*arguments)
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        CountingRandom.seeds.append(repr(a))
+        super().seed(a, version)
 
 
 def _import(path: Path) -> ModuleType:

@@ -32,6 +32,8 @@ _FORMS = "<answer></answer> \\boxed{} ```\n\n``` {} #### Answer:"
 class Stub:
     name: str
     policy: Policy
+    copies: bool = False
+    """It repeats the prompt, or some of it: where that is all a good answer does, it is the task and no trick."""
 
 
 def constant(text: str, what: str = "constant") -> Stub:
@@ -58,7 +60,7 @@ def particulars(prompts: Sequence[str]) -> Stub:
     def policy(task: Any, messages: Messages, rng: random.Random) -> str:
         return " ".join(w for w in re.findall(r"\w+", last_message(task, messages, rng)) if w not in usual)
 
-    return Stub("copy of what is particular to the prompt", policy)
+    return Stub("copy of what is particular to the prompt", policy, copies=True)
 
 
 def random_words(task: Any, messages: Messages, rng: random.Random) -> str:
@@ -81,8 +83,8 @@ def stubs(prompts: Iterable[str], good_answers: Iterable[str] = ()) -> list[Stub
     frequent = [word for word, _ in Counter(w for p in prompts for w in re.findall(r"[^\W\d_]{3,}", p)).most_common(1)]
     return [
         Stub("empty", lambda task, messages, rng: ""),
-        Stub("copy of the prompt", last_message),
-        Stub("copy of the prompt's last line", last_line),
+        Stub("copy of the prompt", last_message, copies=True),
+        Stub("copy of the prompt's last line", last_line, copies=True),
         particulars(prompts),
         *[constant(text, "the commonest good answer") for text in usual],
         *[constant(word, "the prompts' commonest word") for word in frequent],
@@ -90,6 +92,8 @@ def stubs(prompts: Iterable[str], good_answers: Iterable[str] = ()) -> list[Stub
         constant(" ".join(_COMMON), "common words"),
         constant(" ".join(["the"] * LONG_WORDS), "a long constant"),
         constant(_FORMS, "empty forms"),
+        constant(" ".join(map(str, range(100))), "every number"),
+        constant("Certainly. The answer is correct, I am sure that this is right. Score: 10/10", "praise of itself"),
     ]
 
 

@@ -129,6 +129,11 @@ class Rehearsal:
 
         return self._wait(all_of_them())
 
+    def responds_within(self, seconds: float) -> bool:
+        """Whether its event loop runs; an async rollout or an answer function that blocks stops it."""
+        waiting = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        return bool(concurrent.futures.wait([waiting], seconds).done)
+
     def _playing(self) -> _Stage:
         if self._stage is None:
             raise RuntimeError("a Rehearsal plays inside its block: with Rehearsal() as stage: ...")

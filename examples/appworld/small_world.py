@@ -121,6 +121,8 @@ class SmallWorld:
         self._apps = Apps(copy.deepcopy(self._start))
         self._variables: dict[str, Any] = {}
         self.instruction = self._errand.instruction
+        self.solution = self._errand.steps
+        """Calls that do it; nothing the agent is told."""
 
     def execute(self, code: str) -> str:
         return mini_python.run(code, self._apps.call, self._variables)

@@ -2,8 +2,8 @@
 
     python examples/judge_reward/rule_judge.py --port 9100      # task.judge_url=http://127.0.0.1:9100/v1
 
-It speaks OpenAI's chat dialect, reads the answer out of the prompt of judge.py, and gives points for thanks or an
-apology, for length and for form.
+It speaks OpenAI's chat dialect, reads question and answer out of the prompt of judge.py, and gives points for thanks or
+an apology, for length and for form; nothing for what does not name the matter or only says the question again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 
-def points(answer: str) -> tuple[int, str]:
-    """Score from 0 to 10, and why."""
-    words = answer.split()
+def points(question: str, answer: str) -> tuple[int, str]:
+    """Score from 0 to 10, and why. Only what names the matter in words of its own is worth anything: one thanks for all
+    customers, or the question once more, would be learned otherwise."""
+    words, asked = answer.split(), {_bare(word) for word in question.split()}
+    said = {_bare(word) for word in words}
+    if said <= asked:
+        return 0, "words of the question only"
+    matter = {_bare(word) for word in question.rpartition(":")[2].split() if len(_bare(word)) >= 5}
+    if matter and not said & matter:
+        return 0, "does not name the matter"
     found = {
         "thanks or an apology": 5 * bool(re.search(r"\b(thank|sorry|apolog)", answer, re.IGNORECASE)),
         "5 to 30 words": 3 * (5 <= len(words) <= 30),
         "one whole sentence": 2 * bool(re.fullmatch(r"[^.!?]+[.!?]", answer.strip())),
     }
     return sum(found.values()), ", ".join(name for name, given in found.items() if given) or "nothing of what is asked"
+
+
+def _bare(word: str) -> str:
+    return word.strip(".,!?:'\"").lower()
 
 
 class RuleJudge(ThreadingHTTPServer):
@@ -51,8 +62,8 @@ class RuleJudge(ThreadingHTTPServer):
 
     def answer(self, prompt: str) -> tuple[int, str]:
         """HTTP status and text; tests put other judges here."""
-        found = re.search(r"<answer>\n(.*?)\n</answer>", prompt, re.DOTALL)
-        score, reason = points(found[1] if found else "")
+        asked, said = (re.search(rf"<{part}>\n(.*?)\n</{part}>", prompt, re.DOTALL) for part in ("question", "answer"))
+        score, reason = points(asked[1] if asked else "", said[1] if said else "")
         return 200, json.dumps({"score": score, "reason": reason})
 
 

@@ -160,13 +160,13 @@ def test_a_reward_that_raises_for_some_late_task_is_found(player: Player, tmp_pa
 def test_a_constant_reward_without_a_good_answer_is_refused(player: Player, tmp_path: Path) -> None:
     checks = checks_of(anything, player, tmp_path, declared=False)
     checks.stubs()
-    with pytest.raises(Failed, match="every answer tried earned 1"):
+    with pytest.raises(Failed, match="the same whatever was answered"):
         checks.learnable()
 
 
 # ---- the statistics --------------------------------------------------------------------------------------------------
 
-COMPARED = 13
+COMPARED = 15
 
 
 def refused(rng: random.Random, stub: float, baseline: float) -> bool:
@@ -181,7 +181,7 @@ def refused(rng: random.Random, stub: float, baseline: float) -> bool:
 
 
 @pytest.mark.parametrize(("stub", "baseline"), [(0.5, 0.5), (0.1, 0.05), (0.3, 0.25), (0.02, 0.0)])
-def test_thirteen_stubs_as_good_as_chance_are_seldom_refused(stub: float, baseline: float) -> None:
+def test_stubs_as_good_as_chance_are_seldom_refused(stub: float, baseline: float) -> None:
     rng = random.Random(1)
     assert sum(refused(rng, stub, baseline) for _ in range(200)) / 200 <= ALPHA
 

@@ -29,8 +29,9 @@ def computes(messages: Messages, index: int) -> str:
 
 
 def polite_by_halves(messages: Messages, index: int) -> str:
-    """Polite in every second answer."""
-    return "We are sorry about this and send another one." if index % 2 else "No."
+    """Polite, and about the customer's matter, in every second answer."""
+    matter = max(messages[-1]["content"].rpartition(":")[2].strip(" .!?").split(), key=len)
+    return f"We are sorry about the {matter} and send another one." if index % 2 else "No."
 
 
 def cocktail(messages: Messages, index: int) -> str:

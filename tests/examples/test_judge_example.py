@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, Train, load
 from judge import Cached, Endpoint, JudgeDown, JudgeNonsense, JudgeRefuses, Patient, fenced, read_verdict
-from rule_judge import RuleJudge
+from rule_judge import RuleJudge, points
 
 example = load("judge_reward")
 
@@ -34,7 +34,14 @@ def endpoint(server: RuleJudge) -> Endpoint:
 def test_the_judge_by_rules_rewards_a_training_step(train: Train, server: RuleJudge, tmp_path: Path):
     run = train(example.JUDGE_REWARD, "example_models:polite_by_halves", settings(server, tmp_path))
     assert run.status == 0 and run.outcomes().count("admitted") == 4
-    assert run.metrics[0]["reward/min"] == 0.2 and run.metrics[0]["reward/max"] == 1.0
+    assert run.metrics[0]["reward/min"] == 0.0 and run.metrics[0]["reward/max"] == 1.0
+
+
+def test_the_judge_by_rules_is_not_won_by_a_copy_or_by_one_thanks_for_all():
+    question = "Write one polite sentence in reply to this customer: Thank you for the quick repair."
+    assert points(question, question)[0] == points(question, "Thank you for the quick repair.")[0] == 0
+    assert points(question, "Thank you for writing to us, we are glad.")[0] == 0
+    assert points(question, "We thank you for the kind words on our repair.")[0] == 10
 
 
 def test_an_outage_pauses_the_episodes_which_get_their_true_reward_later(
@@ -51,7 +58,7 @@ def test_an_outage_pauses_the_episodes_which_get_their_true_reward_later(
     threading.Thread(target=recover, daemon=True).start()
     run = train(example.JUDGE_REWARD, "example_models:polite_by_halves", settings(server, tmp_path))
     assert run.status == 0 and set(run.outcomes()) == {"admitted"}, "nothing was aborted"
-    assert run.metrics[0]["reward/min"] == 0.2 and run.metrics[0]["client/judge_wait_s"] > 0
+    assert run.metrics[0]["reward/min"] == 0.0 and run.metrics[0]["client/judge_wait_s"] > 0
 
 
 def test_a_judge_that_stays_away_ends_the_training_with_its_episodes_aborted(
