@@ -110,7 +110,7 @@ async def _serve(settings: ServeSettings, listener: socket.socket, announce: Cal
 
 
 def malformed_in_one_line(record: logging.LogRecord) -> bool:
-    """What is no HTTP is its sender's fault: a line in the log, not a traceback. A filter that lets all records pass."""
+    """What is no HTTP is its sender's fault: a line in the log, no traceback. A filter that lets all records pass."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
         record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
