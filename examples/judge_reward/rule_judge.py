@@ -16,6 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 
+_POLITE = re.compile(r"\b(thank|sorry|apolog)", re.IGNORECASE)
+
+
 def points(question: str, answer: str) -> tuple[int, str]:
     """Score from 0 to 10, and why. Only what names the matter in words of its own is worth anything: one thanks for all
     customers, or the question once more, would be learned otherwise."""
@@ -23,11 +26,12 @@ def points(question: str, answer: str) -> tuple[int, str]:
     said = {_bare(word) for word in words}
     if said <= asked:
         return 0, "words of the question only"
-    matter = {_bare(word) for word in question.rpartition(":")[2].split() if len(_bare(word)) >= 5}
+    matter = {bare for word in question.rpartition(":")[2].split() if len(bare := _bare(word)) >= 5}
+    matter = {word for word in matter if not _POLITE.search(word)}
     if matter and not said & matter:
         return 0, "does not name the matter"
     found = {
-        "thanks or an apology": 5 * bool(re.search(r"\b(thank|sorry|apolog)", answer, re.IGNORECASE)),
+        "thanks or an apology": 5 * bool(_POLITE.search(answer)),
         "5 to 30 words": 3 * (5 <= len(words) <= 30),
         "one whole sentence": 2 * bool(re.fullmatch(r"[^.!?]+[.!?]", answer.strip())),
     }
