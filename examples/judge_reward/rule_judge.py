@@ -15,7 +15,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-
 _POLITE = re.compile(r"\b(thank|sorry|apolog)", re.IGNORECASE)
 
 
