@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from swarmtune.trainer.ray_session import SOCKET_LIMIT, SOCKET_TAIL, TEMP_PREFIX, clear_temp_dirs, temp_dir
+from swarmtune.config import ConfigError, TrainConfig
+from swarmtune.trainer.ray_session import (
+    SOCKET_LIMIT,
+    SOCKET_TAIL,
+    TEMP_PREFIX,
+    RaySession,
+    clear_temp_dirs,
+    temp_dir,
+)
 
 
 def test_sockets_fit_wherever_the_work_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -28,3 +36,10 @@ def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_not(tmp_path
         (folder / "session").mkdir(parents=True)
     clear_temp_dirs(ours)
     assert [path.name for path in tmp_path.iterdir()] == [living.name]
+
+
+def test_more_ranks_than_the_machine_has_processors_are_refused_before_ray_is_started(tmp_path: Path):
+    config = TrainConfig.from_dict({"model": "tiny", "ray.processes": 4096})
+    with pytest.raises(ConfigError, match=r"ray\.processes: 4096 ranks on a machine of .* ray\.address"):
+        RaySession(config, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -60,6 +60,7 @@ class RaySession:
         self._temp_dir = temp_dir(work_dir) if config.ray.address is None else None
         os.environ.update(QUIET)
         if self._temp_dir is not None:
+            _check_machine(config.ray)
             _start(config.ray, self._temp_dir)
         else:
             _join(config.ray)
@@ -173,6 +174,16 @@ def _probe(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+
+
+def _check_machine(config: RayConfig) -> None:
+    """Raises ConfigError before a machine is filled with more ranks than it has processors; two are always allowed."""
+    most = max(2, os.cpu_count() or 1)
+    if config.processes > most:
+        raise ConfigError(
+            f"ray.processes: {config.processes} ranks on a machine of {os.cpu_count()} processors would only slow each "
+            f"other down; set it to at most {most}, or name a larger cluster with ray.address"
+        )
 
 
 def _check_room(config: RayConfig) -> None:
