@@ -144,6 +144,7 @@ def lead(console, study) -> NoReturn:
             state = study.run(look)
         code = conclude(console, study, state)
     except KeyboardInterrupt:
+        study.leave()
         console.print(
             f"\nleft; runs that are under way go on by themselves. `a3r research {study.directory}` goes on, "
             f"`a3r stop --dir {study.directory}` ends it",

@@ -31,7 +31,9 @@ DRAW_S = 1.0
 MOST_TITLE = 80
 WIDE_SEEDS = 6
 """More seeds than this are shown by their marks only."""
-QUIET = {"LEADER_STARTED", "PLAN_ASKED", "LLM_ASKED", "LLM_ANSWERED", "ATTEMPT_RUNNING", "STAGE_ANALYSED", "COMMAND"}
+QUIET = {
+    "LEADER_STARTED", "LEADER_LEFT", "PLAN_ASKED", "LLM_ASKED", "LLM_ANSWERED", "ATTEMPT_RUNNING", "STAGE_ANALYSED", "COMMAND",
+}  # fmt: skip
 
 
 def render(snap: snapshot.Snapshot, warnings: list[str] | None = None) -> Group:
@@ -144,15 +146,8 @@ def event_line(event: Any) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(event.at))
     where = f" {event.run}" if event.run else ""
     attempt = f" (attempt {event.attempt})" if event.attempt and event.attempt > 1 else ""
-    facts = ", ".join(f"{k} {short(v)}" for k, v in event.data.items() if v not in (None, "", {}, []))
+    facts = ", ".join(f"{k} {snapshot.short(v)}" for k, v in event.data.items() if v not in (None, "", {}, []))
     return f"{when} {event.kind.lower().replace('_', ' ')}{where}{attempt}{': ' + facts if facts else ''}"
-
-
-def short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = str(value)
-    return text[:12] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else text
 
 
 @contextlib.contextmanager

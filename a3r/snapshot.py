@@ -170,7 +170,7 @@ def why_run(directory: Path, store: Store, run: str) -> list[str]:
     lines = []
     for event in store.events(run=run):
         when = time.strftime("%H:%M:%S", time.localtime(event.at))
-        facts = ", ".join(f"{k} {v}" for k, v in event.data.items() if v not in (None, "", {}, []))
+        facts = ", ".join(f"{k} {short(v)}" for k, v in event.data.items() if v not in (None, "", {}, []))
         attempt = f" (attempt {event.attempt})" if event.attempt else ""
         lines.append(f"{when}  {event.kind.lower().replace('_', ' ')}{attempt}{': ' + facts if facts else ''}")
     row = store.table("runs")[run]
@@ -192,3 +192,10 @@ def waiting_reason(store: Store, run: dict[str, Any]) -> str:
     if state.get("hold"):
         return f"the study is held: {state['hold']['reason']}"
     return "waiting for a free slot, or for the leader to run"
+
+
+def short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return text[:12] if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else text

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ from a3r.hosts import Hosts
 from a3r.leader import Arm, BudgetLeft, Decision, History, Leader, LeaderError, Plan, parse_step
 from a3r.ledger import Ledger
 from a3r.results import TERMINAL, FailureClass, Observation, RunRecord, RunStatus, TamperedError, observe
-from a3r.store import Change, DiskFull, JournalDamaged, Put, Store, boot_id, boottime
+from a3r.store import Change, Conflict, DiskFull, JournalDamaged, Put, Store, boot_id, boottime
 from a3r.worker import Worker
 from a3r.workers.recipe import RecipeWorker, write_text
 
@@ -120,6 +121,11 @@ class Study(Attempts):
         study._put_superseded_away()
         study._check_results()
         return study
+
+    def leave(self) -> None:
+        """Before a close in the middle, at a person's wish: the time since the last event counts as led."""
+        with contextlib.suppress(OSError, sqlite3.Error, Conflict, DiskFull, JournalDamaged):
+            self._event("LEADER_LEFT", {})
 
     def close(self) -> None:
         self.store.close()

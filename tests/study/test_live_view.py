@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from campaigns import base_blueprint, goal_lock
@@ -55,6 +56,13 @@ def test_wall_time_goes_on_between_events_while_a_leader_runs(study):
     assert wall_of_sessions(study.store, until_now=True) > after
     shown = {name: used for name, used, _ in snapshot.take(study.directory, study.store).budget}
     assert shown["wall min"] * 60 > after
+
+
+def test_the_time_since_the_last_event_counts_when_a_leader_is_left(study):
+    before = wall_of_sessions(study.store)
+    time.sleep(0.2)
+    study.leave()
+    assert wall_of_sessions(study.store) >= before + 0.2
 
 
 def test_a_terminal_gets_a_table_and_a_file_gets_lines(study):
