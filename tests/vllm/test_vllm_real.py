@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -85,9 +86,9 @@ def url_of(pid: int) -> str:
     return f"http://127.0.0.1:{line[line.index('--port') + 1]}"
 
 
-def api_server(work_dir: Path) -> int:
+def api_server(work_dir: Path, number: int = 0) -> int:
     """Process id of the server that answers HTTP."""
-    lines = (work_dir / "vllm-0.log").read_text(errors="replace")
+    lines = (work_dir / f"vllm-{number}.log").read_text(errors="replace")
     return int(re.findall(r"APIServer pid=(\d+)", lines)[-1])
 
 
@@ -259,6 +260,36 @@ async def test_stop_leaves_no_process(backend, work_dir):
     assert vllm_processes(work_dir)
     await backend.stop()
     await until(lambda: not vllm_processes(work_dir))
+
+
+def served(work_dir: Path) -> list[int]:
+    """Requests that each of two servers has answered, as they count them themselves."""
+    pages = [httpx.get(f"{url_of(api_server(work_dir, number))}/metrics").text for number in (0, 1)]
+    return [int(sum(map(float, re.findall(r"^vllm:request_success_total{.*} (.+)$", page, re.M)))) for page in pages]
+
+
+async def test_two_servers_share_episodes_keep_each_and_take_every_step(small_model, tmp_path):
+    keys = {"engine.vllm.replicas": 2, "engine.vllm.env": {"SWARMTUNE_TEST": str(tmp_path)}}
+    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    backend = ProcessBackend()
+    try:
+        await backend.start(make_config(small_model, **keys), work_dir=tmp_path, resume=None)
+        begun = served(tmp_path)
+        first = await asyncio.gather(*[ask(backend, greedy, f"e{i}") for i in range(4)])
+        before = served(tmp_path)
+        assert [now - then for now, then in zip(before, begun, strict=True)] == [2, 2]
+        for _ in range(3):
+            await ask(backend, greedy, "e0")
+        assert sorted(now - then for now, then in zip(served(tmp_path), before, strict=True)) == [0, 3]
+        await backend.train(await sample_batch(backend, 1))
+        second = await asyncio.gather(*[ask(backend, greedy, f"f{i}") for i in range(4)])
+        for answers in (first, second):
+            assert len({tuple(tokens(chunks)) for chunks in answers}) == 1
+        trained = plain_logprobs(load_plain(small_model, tmp_path / "vllm-weights" / "1"), tokens(second[0]))
+        assert tokens(second[0]) == trained.argmax(-1).tolist()
+    finally:
+        await backend.stop()
+    await until(lambda: not vllm_processes(tmp_path))
 
 
 async def answer_of_a_second_run_on(url: str, config: TrainConfig, folder: Path) -> list[GenerateChunk]:
