@@ -91,6 +91,17 @@ def test_an_export_has_tokenizer_template_settings_and_origin(trained: Make, tin
     assert origin["files"] == on_disk
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_who_may_read_an_export_is_the_umasks_to_say(trained: Make, tmp_path: Path, adapter: bool):
+    trainer, run = trained(**({"lora.rank": 4} if adapter else {}))
+    before = os.umask(0o027)
+    try:
+        export(saved(trainer, run), tmp_path / "out", adapter=adapter)
+    finally:
+        os.umask(before)
+    assert {oct(p.stat().st_mode & 0o777) for p in (tmp_path / "out").iterdir()} == {"0o640"}
+
+
 def test_shards_of_several_ranks_are_put_together(trained: Make, tmp_path: Path):
     trainer, run = trained()
     whole = saved(trainer, run)

@@ -229,6 +229,8 @@ def _write_origin(folder: Path, source: Source, *, adapter: bool, dtype: Dtype) 
     made = {"swarmtune": swarmtune.__version__, "at": time.time(), "files": files}
     origin = _origin(source, adapter=adapter, dtype=dtype) | made
     (folder / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+    for name in files:  # safetensors lets nobody but the owner read what it writes; the umask is to decide
+        shutil.copymode(folder / ORIGIN, folder / name)
 
 
 def _origin(source: Source, *, adapter: bool, dtype: Dtype) -> dict[str, Any]:
