@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from a3r import supervisor as sv
-from a3r.goal import Goal, GoalLock
+from a3r.analysis import select
+from a3r.goal import At, Criterion, Goal, GoalLock
 from a3r.leader import Decision, Plan, parse_step
+from a3r.results import read_series
 from a3r.store import Store, boot_id, boottime
 
 TERMINAL = ("COMPLETED", "DIVERGED", "FAILED", "CANCELLED", "SUPERSEDED")
@@ -26,7 +28,7 @@ class RunView:
     attempt: int
     step: int | None
     value: float | None
-    """Latest value of the goal's metric."""
+    """Of a completed run what the goal's criterion takes from it; before, the latest value of its metric."""
     detail: str
     phase: str = ""
     """Of a running attempt: starting, running, finishing."""
@@ -58,7 +60,7 @@ def take(directory: Path, store: Store) -> Snapshot:
     goal = _goal(json.dumps(facts["lock"], sort_keys=True))
     steps = [_step(json.dumps(r["answer"], sort_keys=True)) for r in store.table("plans").values() if r.get("answer")]
     criterion = goal.question.criterion
-    runs = [_view(directory, r, criterion.metric) for r in store.table("runs").values() if r["state"] != "SUPERSEDED"]
+    runs = [_view(directory, r, criterion) for r in store.table("runs").values() if r["state"] != "SUPERSEDED"]
     hold = f"{state['hold']['kind'].replace('_', ' ')}: {state['hold']['reason']}" if state["hold"] else None
     waiting = (state.get("waiting") or {}).get("hash") if state["state"] == "AWAIT_APPROVAL" else None
     return Snapshot(
@@ -88,7 +90,7 @@ def _step(text: str) -> Plan | Decision:
     return parse_step(json.loads(text))
 
 
-def _view(directory: Path, run: dict[str, Any], metric: str) -> RunView:
+def _view(directory: Path, run: dict[str, Any], criterion: Criterion) -> RunView:
     folder = directory / "runs" / run["run"] / "attempts" / str(run["attempt"])
     row, phase = {}, ""
     if run["state"] == "RUNNING":
@@ -96,7 +98,9 @@ def _view(directory: Path, run: dict[str, Any], metric: str) -> RunView:
         row, phase = beat.get("row") or {}, beat.get("state", "starting")
     elif run["state"] in ("COMPLETED", "DIVERGED"):
         row = last_row(folder / "metrics.jsonl")
-    value = row.get(metric)
+    value = row.get(criterion.metric)
+    if run["state"] == "COMPLETED":
+        value = _judged(folder / "metrics.jsonl", criterion.metric, criterion.at.model_dump_json())
     return RunView(
         run=run["run"],
         arm=run["arm"],
@@ -108,6 +112,16 @@ def _view(directory: Path, run: dict[str, Any], metric: str) -> RunView:
         detail=run["detail"],
         phase=phase,
     )
+
+
+@lru_cache(maxsize=4096)
+def _judged(path: Path, metric: str, at: str) -> float | None:
+    """What a completed run is judged by, so that the table and the report say the same; its curve does not change."""
+    try:
+        series = read_series(path)
+    except OSError:
+        return None
+    return select(series.get(metric, ()), At.model_validate_json(at))
 
 
 def last_row(path: Path) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from rich.console import Console
 from test_campaign import tick_until
 
 from a3r import snapshot
+from a3r.analysis import select
 from a3r.ledger import wall_of_sessions
 from a3r.live import LineView, render, viewing
+from a3r.results import read_series
 
 
 @pytest.fixture
@@ -56,6 +58,14 @@ def test_wall_time_goes_on_between_events_while_a_leader_runs(study):
     assert wall_of_sessions(study.store, until_now=True) > after
     shown = {name: used for name, used, _ in snapshot.take(study.directory, study.store).budget}
     assert shown["wall min"] * 60 > after
+
+
+def test_a_completed_run_shows_what_the_criterion_takes_from_it(study):
+    shown = next(r for r in snapshot.take(study.directory, study.store).runs if r.state == "COMPLETED")
+    criterion = study.goal.goal.question.criterion
+    series = read_series(study.directory / "runs" / shown.run / "attempts" / "1" / "metrics.jsonl")[criterion.metric]
+    assert shown.value == select(series, criterion.at)
+    assert len({value for _, value in series}) > 1
 
 
 def test_the_time_since_the_last_event_counts_when_a_leader_is_left(study):
