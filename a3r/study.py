@@ -330,8 +330,7 @@ class Study(Attempts):
         """Write the stage's files and queue its runs: those that do not exist yet."""
         plan = self.plans()[-1]
         number = len(self.plans()) - 1
-        folder = self.directory / "stages" / f"{number:02d}"
-        write_text(folder / "plan.yaml", plan.to_yaml())
+        folder = self._write_plan(number, plan)
         if not self.seek_approval(plan.hash, self.goal.goal.hitl.approve == "stage", then="DECLARING"):
             return
         for arm in plan.arms:
@@ -339,6 +338,12 @@ class Study(Attempts):
         changes = [change for arm in plan.arms for change in self._declare_arm(arm, number)]
         data = {"number": number, "title": plan.title, "hash": plan.hash}
         self._set("STAGE_DECLARED", {"state": self._checked("RUNNING")}, changes, data=data)
+
+    def _write_plan(self, number: int, plan: Plan) -> Path:
+        """The stage's folder, with the plan in it."""
+        folder = self.directory / "stages" / f"{number:02d}"
+        write_text(folder / "plan.yaml", plan.to_yaml())
+        return folder
 
     def _declare_arm(self, arm: Arm, stage: int) -> list[Change]:
         known = self.store.row("arms", arm.name)
@@ -400,6 +405,8 @@ class Study(Attempts):
     def write_report(self) -> None:
         if self.open_attempts():
             return
+        for number, plan in enumerate(self.plans()):  # the last one's stage may have ended before it was declared
+            self._write_plan(number, plan)
         decision = self.decision()
         if decision is None:
             raise IllegalTransition("a report without a decision")

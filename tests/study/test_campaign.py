@@ -12,6 +12,8 @@ import pytest
 from campaigns import FAST, base_blueprint, decision_of, goal_lock
 
 from a3r.campaign import CampaignError, IllegalTransition, LeaderRunning
+from a3r.report import verify
+from a3r.research import Reports
 from a3r.results import RunRecord, RunStatus
 from a3r.store import Store
 
@@ -318,6 +320,19 @@ def test_stop_ends_with_a_partial_report_and_nothing_alive(campaign):
     assert "enough" in decision_of(directory)["sentence"]
     assert {r["state"] for r in journal(directory).table("runs").values()} == {"CANCELLED"}
     assert not journal(directory).table("leases")
+
+
+def test_the_report_of_a_study_stopped_between_a_plan_and_its_declaration_is_verified(campaign):
+    directory = campaign.create()
+    study = campaign.open(directory)
+    study.reporter = Reports()
+    tick_until(study, lambda: study.state == "DECLARING" and len(study.plans()) == 2, "a second stage is planned")
+    assert not (directory / "stages/01/plan.yaml").exists()
+    (directory / "inbox" / "stop").write_text("{}")
+    study.run()
+    study.close()
+    assert (directory / "stages/01/plan.yaml").exists(), "the report counts this plan's looks: verify must find it"
+    verify(directory)
 
 
 def test_a_waiting_run_can_be_vetoed_and_an_unknown_command_is_answered(campaign):
