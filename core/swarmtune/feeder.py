@@ -440,12 +440,13 @@ class StepWatch:
                     self._stepped.set()
                 continue
             for record in records[: self._goal - self.step]:
-                self.step = record.step
                 self.records.append(record)
                 tell(record)
                 if on_step is not None:
                     # In a thread, so that it may use a SwarmClient, whose calls wait for this very loop.
                     await asyncio.to_thread(on_step, record)
+                # Last: whoever waits for the goal ends this watch once the step counts.
+                self.step = record.step
             self._stepped.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -147,10 +148,14 @@ def test_what_is_no_reward_for_each_role_fails_the_training_in_words(swarm: Swar
 
 def test_steps_are_told_with_their_role_and_may_use_the_swarm(swarm: Swarm) -> None:
     told = []
+
+    def look(role: str, record: Any) -> None:
+        if role == "white":
+            time.sleep(0.3)  # the other one's last step must not end the training before this one is told
+        told.append((role, record.step, swarm[role].status().step))
+
     swarm.start(scripted())
-    swarm.train(
-        TASKS, duel, steps=2, on_step=lambda role, record: told.append((role, record.step, swarm[role].status().step))
-    )
+    swarm.train(TASKS, duel, steps=2, on_step=look)
     assert sorted(told) == [("black", 1, 1), ("black", 2, 2), ("white", 1, 1), ("white", 2, 2)]
 
 
