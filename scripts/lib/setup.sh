@@ -49,7 +49,7 @@ build_environment() {
   "$python" -c 'import pip' 2>/dev/null || "$base" -m venv --clear "$root/.venv"
   torch="$(grep -E '^torch==' "$root/constraints.txt")"
   pip=("$python" -m pip --disable-pip-version-check install --quiet --constraint "$root/constraints.txt")
-  say "setting up .venv: about two minutes and 2 GB, once"
+  say "setting up .venv: about two minutes and 2.7 GB, once"
   # torch first and alone: pip then takes a CPU build where one is offered, and nothing later replaces it.
   "${pip[@]}" "$torch"
   "${pip[@]}" --editable "$root[train,dev,frameworks]"
