@@ -85,10 +85,6 @@ class Source:
     sha256: str
     reading: Reading = field(default_factory=Reading)
 
-    @property
-    def has_front(self) -> bool:
-        return bool(self.front.data)
-
 
 _FENCE = re.compile(r"^---\s*$")
 

@@ -8,7 +8,6 @@ change for the life of a study.
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any, Literal, Self
 
@@ -280,7 +279,3 @@ class GoalLock(Part):
         from a3r.compile import read_lock  # the reader needs YAML positions, the model does not
 
         return read_lock(text, name)
-
-    @classmethod
-    def from_json(cls, text: str) -> GoalLock:
-        return cls.model_validate(json.loads(text))

@@ -131,17 +131,6 @@ class History:
             self._keys[key] = digest.hexdigest()
         return self._keys[key]
 
-    def representatives(self, history: Sequence[str], unchanged_by: Sequence[str]) -> dict[str, str]:
-        """Commit → the commit whose results stand for it: the first of a stretch with the same code."""
-        found: dict[str, str] = {}
-        before: tuple[str, str] | None = None
-        for sha in history:
-            key = self.code_key(sha, unchanged_by)
-            first = before[1] if before and before[0] == key else sha
-            found[sha] = first
-            before = (key, first)
-        return found
-
     def dirty_patch(self) -> bytes:
         """Changes of tracked files against HEAD, as a patch that `git apply` takes; empty in a clean tree."""
         if self.repo.bare or not self.repo.is_dirty(untracked_files=False):

@@ -67,12 +67,6 @@ def find(run: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def step_of(checkpoint: Path) -> int | None:
-    """The step a checkpoint folder is named after; None where it has another name."""
-    match = _STEP.match(checkpoint.name)
-    return int(match[1]) if match else None
-
-
 def describe(step: int, path: Path) -> CheckpointView:
     size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     return CheckpointView(step=step, path=str(path), at=path.stat().st_mtime, bytes=size)

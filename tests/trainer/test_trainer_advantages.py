@@ -12,10 +12,10 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from trainer_episodes import make_batch, sample
+from trainer_episodes import episode_advantages, make_batch, sample
 
 from swarmtune.config import AlgorithmConfig, ConfigError
-from swarmtune.trainer.advantages import Facts, check_estimator, episode_advantages, estimate, known_estimators
+from swarmtune.trainer.advantages import Facts, check_estimator, estimate, known_estimators
 from swarmtune.types import FinishedEpisode
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from trainer_episodes import make_batch
+from trainer_episodes import episode_advantages, make_batch
 from verl.utils import tensordict_utils as tu
 
 from swarmtune.config import AlgorithmConfig, ConfigError, RolloutCorrectionConfig
-from swarmtune.trainer.advantages import episode_advantages
 from swarmtune.trainer.batch import Row, build_rows, micro_batches
 from swarmtune.trainer.correction import correct_rows
 from swarmtune.trainer.critic import ValueObjective

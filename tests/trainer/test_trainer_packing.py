@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_episodes import make_batch, sample
+from trainer_episodes import episode_advantages, make_batch, sample
 
 from swarmtune.config import AlgorithmConfig
-from swarmtune.trainer.advantages import episode_advantages
 from swarmtune.trainer.batch import Row, build_rows, bundle_rows, loss_weights, micro_batches, pack, split_by_episode
 from swarmtune.trainer.layout import layout, token_logprobs
 from swarmtune.types import FinishedEpisode

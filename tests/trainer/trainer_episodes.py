@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from swarmtune.config import AlgorithmConfig
+from swarmtune.trainer.advantages import estimate
 from swarmtune.types import FinishedEpisode, Sample, TrainBatch
 
 VOCABULARY = 512
@@ -46,3 +49,8 @@ def make_batch(step: int = 1, seed: int = 0) -> TrainBatch:
                 rows.append(sample(10 * n + seed + 5, f"e{n}", f"t{task}", prompt=prompt[:9], turns=[(6, 0)]))
             episodes.append(FinishedEpisode(f"e{n}", f"t{task}", reward=[0.0, 1.0, 0.3][(n + task) % 3], samples=rows))
     return TrainBatch(step=step, episodes=episodes)
+
+
+def episode_advantages(episodes: Sequence[FinishedEpisode], config: AlgorithmConfig) -> list[torch.Tensor]:
+    """Advantages from the rewards alone."""
+    return estimate(episodes, [e.reward for e in episodes], config).advantages

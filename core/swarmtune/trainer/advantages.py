@@ -80,11 +80,6 @@ class Estimate:
     returns: list[torch.Tensor]
 
 
-def episode_advantages(episodes: Sequence[FinishedEpisode], config: AlgorithmConfig) -> list[torch.Tensor]:
-    """Advantages from the rewards alone. Raises as `estimate` does."""
-    return estimate(episodes, [e.reward for e in episodes], config).advantages
-
-
 def estimate(
     episodes: Sequence[FinishedEpisode],
     rewards: Sequence[float],
