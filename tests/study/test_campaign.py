@@ -91,7 +91,7 @@ def test_a_directory_without_a_study_says_how_to_start_one(campaign, tmp_path):
 
 
 def test_a_new_leader_adopts_what_runs(campaign):
-    directory = campaign.create(lock=goal_lock(base_blueprint(config={"step_s": 0.2})))
+    directory = campaign.create(lock=goal_lock(base_blueprint(config={"step_s": 0.4})))
     first = campaign.open(directory)
     tick_until(first, lambda: any(a["state"] == "RUNNING" for a in first.open_attempts()), "something runs")
     first.close()
